@@ -11,9 +11,9 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from common.console import Track, count, say
 from common.settings import Settings, UserError
-from data.prepare.encode import Item, Skipped, encode_all
+from data.prepare.encode import Encoded, Item, Skipped, encode_all
 from data.prepare.finish import finish
-from data.prepare.items import NO_TEXT, REMEDIES, Position
+from data.prepare.items import NO_TEXT, OUT_OF_RANGE, REMEDIES, Position
 from data.prepare.sources import HubSource, JsonlSource, StdlibSource, TextSource
 from data.prepare.spans import Plan, Unfair, begin, is_whole, partial_dir, read_spans, remove, write_group, writing
 from data.prepare.tokens import TokenSource, val_inputs
@@ -22,7 +22,7 @@ from data.tokenizer import TokenizerConfig, build_tokenizer
 
 SourceConfig = Annotated[StdlibSource | TextSource | JsonlSource | TokenSource | HubSource, Field(discriminator="name")]
 
-_CHECKED_ITEMS = 10_000  # after so many, a text_field that most documents lack is an error
+_CHECKED_ITEMS = 10_000  # after so many, a reason that loses most documents is an error
 
 
 class PrepareConfig(Settings, defaults="prepare"):
@@ -159,11 +159,12 @@ def _read(
     """Yield the items of some inputs after a position.
 
     Raises:
-        UserError: most of the first items that this process reads have no text, or one cannot be read and `on_error`
-            is "stop".
+        UserError: most of the first items that this process reads have no text, or ids out of range; or one cannot be
+            read and `on_error` is "stop".
     """
     is_first = after is None and not track.items
-    lacking: list[str] = []
+    may_end = is_first and not plan.piece and getattr(config.tokenizer, "eot_id", 0) is None
+    lost: dict[str, list[str]] = {NO_TEXT: [], OUT_OF_RANGE: []}
     workers = config.workers or os.cpu_count() or 1
     source = config.data.ended_by(plan.tokenizer.eot_id) if isinstance(config.data, TokenSource) else config.data
     raws = source.documents(track.seen, after, inputs)
@@ -176,11 +177,17 @@ def _read(
             what = f"{first.where}: {first.reason}"
             remedy = REMEDIES.get(first.reason, "correct it")
             raise UserError(f"{what}: {remedy}; or skip such items with on_error=skip")
+        if may_end and any(isinstance(item, Encoded) and item.was_ended for item in items):
+            may_end = False
+            what = f"id {plan.tokenizer.eot_id} ends documents: it is the default tokenizer.eot_id"
+            say(f"{what}; if it is an ordinary id, raise tokenizer.n_vocab or give tokenizer.eot_id")
         if is_first:
-            lacking += [item.where for item in skipped if item.reason == NO_TEXT]
             is_first = bool(items) and track.items < _CHECKED_ITEMS
-            if not is_first and 2 * len(lacking) > track.items:
-                field = f"data.text_field={config.data.model_dump()['text_field']} is missing"
-                what = f"{field} in {len(lacking):,} of the first {track.items:,} documents (first: {lacking[0]})"
-                raise UserError(f"{what}: give the key that holds their text")
+            for reason, places in lost.items():
+                places += [item.where for item in skipped if item.reason == reason]
+                if not is_first and 2 * len(places) > track.items:
+                    field = f"data.text_field={config.data.model_dump()['text_field']} is missing"
+                    what = f"{field if reason == NO_TEXT else reason} in {len(places):,} of the first"
+                    what += f" {track.items:,} documents (first: {places[0]})"
+                    raise UserError(f"{what}: {REMEDIES[reason]}")
         yield from items

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,8 @@ class Encoded(NamedTuple):
     utf8_bytes: int
     place: float
     """From 0 to 1. It depends on the text alone, and decides the split."""
+    was_ended: bool = False
+    """Whether it was made elsewhere, with the id that ends it."""
 
 
 class Skipped(NamedTuple):
@@ -152,7 +154,7 @@ def _tokenized(text: str, tokenizer: Tokenizer, piece: int | None) -> Iterator[t
         yield np.concatenate(ids), len(utf8), document_place(utf8)
 
 
-def _given(ids: np.ndarray, tokenizer: Tokenizer, piece: int | None) -> Iterator[tuple[np.ndarray, int, float]]:
+def _given(ids: np.ndarray, tokenizer: Tokenizer, piece: int | None) -> Iterator[tuple[Any, ...]]:
     """Yield what Encoded has of ids made elsewhere, which may be several documents. Raises Unreadable."""
     if ids.max() >= tokenizer.n_vocab or (ids.dtype.kind == "i" and ids.min() < 0):
         raise Unreadable(OUT_OF_RANGE)
@@ -160,9 +162,11 @@ def _given(ids: np.ndarray, tokenizer: Tokenizer, piece: int | None) -> Iterator
     for document in np.split(ids, np.flatnonzero(ids[:-1] == eot_id) + 1):
         for start in range(0, document.size, piece or ids.size):
             each = document[start : start + (piece or ids.size)]
-            if each[-1] != eot_id:
+            was_ended = bool(each[-1] == eot_id)
+            if not was_ended:
                 each = np.append(each, ids.dtype.type(eot_id))
-            yield each, int(tokenizer.byte_lengths.take(each).sum()), document_place(each.tobytes())
+            n_bytes = int(tokenizer.byte_lengths.take(each).sum())
+            yield each, n_bytes, document_place(each.tobytes()), was_ended
 
 
 def _cut(text: str, piece: int | None) -> list[str]:

@@ -1,13 +1,14 @@
 """Finds the files that a path, a folder or a glob names, and leaves out what no source of text should read."""
 
+import fnmatch
 import glob
 import os
+import re
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 
 from common.settings import UserError
 
-_FOLDERS = {  # by files in them
+_FOLDERS = {  # by names in them
     ("manifest.json", "train-00000.bin"): "a dataset",
     ("config.json", "metrics.jsonl"): "a run",
     ("run.lock",): "a run",
@@ -15,6 +16,10 @@ _FOLDERS = {  # by files in them
     ("config.json", "model.safetensors"): "a model",
     ("dataset_info.json", "state.json"): "saved by datasets: use data=hf",
     ("dataset_dict.json",): "saved by datasets: use data=hf",
+    ("multirun.yaml",): "a sweep",
+    ("latest-run", "*run-*"): "runs of wandb",
+    ("run-*.wandb",): "a run of wandb",
+    ("pyvenv.cfg",): "a virtual environment",
 }
 _FILES = {  # by the ends of their names
     "tokenizer.json": "a tokenizer",
@@ -22,6 +27,7 @@ _FILES = {  # by the ends of their names
     ".parquet": "Parquet: use data=hf",
     ".arrow": "Arrow: use data=hf",
 }
+_TOKENIZER = re.compile(rb'\s*\{\s*"version"\s*:\s*"[^"]*"\s*,\s*"truncation"\s*:')  # how its .json begins
 
 
 def matches(pattern: str, left_out: dict[str, str]) -> list[str]:
@@ -48,11 +54,22 @@ def matches(pattern: str, left_out: dict[str, str]) -> list[str]:
     files = []
     for file in sorted(found):
         kinds = (kind for end, kind in _FILES.items() if file.lower().endswith(end))
-        if kind := next(kinds, own.get(os.path.realpath(file))):
+        kind = next(kinds, own.get(os.path.realpath(file)))
+        if kind := kind or ("a tokenizer" if _is_tokenizer(file) else None):
             left_out[file] = kind
         else:
             files.append(file)
     return files
+
+
+def _is_tokenizer(file: str) -> bool:
+    if not file.lower().endswith(".json") or not os.path.isfile(file):
+        return False
+    try:
+        with open(file, "rb") as opened:
+            return bool(_TOKENIZER.match(opened.read(200)))
+    except OSError:  # whoever reads it counts it as unreadable
+        return False
 
 
 def _below(folder: str, parts: list[str], left_out: dict[str, str], seen: set[tuple[str, int]]) -> Iterator[str]:
@@ -72,11 +89,11 @@ def _below(folder: str, parts: list[str], left_out: dict[str, str], seen: set[tu
     except OSError:
         yield folder or "."
         return
-    kinds = (kind for names, kind in _FOLDERS.items() if set(names).issubset(found))
+    kinds = (kind for names, kind in _FOLDERS.items() if all(fnmatch.filter(found, name) for name in names))
     if kind := "a dataset in the making" if folder.endswith(".partial") else next(kinds, None):
         left_out[folder or "."] = kind
         return
-    found = [name for name in found if fnmatchcase(name, part) and name.startswith(".") <= part.startswith(".")]
+    found = [name for name in found if fnmatch.fnmatchcase(name, part) and name.startswith(".") <= part.startswith(".")]
     if part == "**" and rest:
         yield from _below(folder, rest, left_out, seen)
     for name in found:

@@ -34,12 +34,13 @@ ARRAY = "JSON array"
 FOUR_BYTES, OUT_OF_RANGE = "seems to hold ids of 4 bytes", "id out of range"
 LONG_WINDOW = "zstd window above 128 MB"
 REMEDIES = {
-    NOT_JSON: "write one JSON object a line, or give plain text as .txt files with data=text",
+    NO_TEXT: "give the key that holds their text",
+    NOT_JSON: "write one JSON object a line, or read plain text with data=text, CSV with data=hf",
     NOT_UTF8: "convert it with iconv -f ENCODING -t utf-8, where ENCODING is the one it was written in, such as cp1252",
-    BINARY: "give text files: unpack archives such as .zip and .tar, convert UTF-16 with iconv -f utf-16 -t utf-8",
+    BINARY: "unpack archives, convert UTF-16 with iconv -f utf-16 -t utf-8, read token ids with data=tokens",
     ARRAY: "write one object a line, or use data=hf data.path=json data.data_files=FILE",
     FOUR_BYTES: "give data.dtype=uint32, or data.dtype=uint16 if they have 2 bytes",
-    OUT_OF_RANGE: "give the tokenizer that made the ids, or tokenizer=none with tokenizer.n_vocab",
+    OUT_OF_RANGE: "give the tokenizer that made the ids, or tokenizer=none with a tokenizer.n_vocab above all ids",
     LONG_WINDOW: "decompress the archive with zstd -d --long=31",
 }
 

@@ -251,8 +251,8 @@ class HubSource(Source, defaults="data/hf"):
 
     name: Literal["hf", "fineweb", "fineweb_edu", "openwebtext", "pile"]
     path: PathText
-    """A dataset on the hub, or here: a folder with its files or by save_to_disk, a .parquet or .arrow file, a glob of
-    such, or a builder such as `json` together with data_files."""
+    """A dataset on the hub, or here: a folder with its files or by save_to_disk, a .parquet, .arrow, .csv or .json
+    file, a glob of such, or a builder such as `json` together with data_files."""
     subset: str | None
     """One of the dataset's configurations; null: the only one, or the default one."""
     split: str | None
@@ -316,7 +316,7 @@ class HubSource(Source, defaults="data/hf"):
                 saved = saved[split]
             return saved.skip(first)
         builder, files = self.path, self.data_files
-        if suffix := re.search(r"\.(parquet|arrow)$", self.path, re.IGNORECASE):
+        if suffix := re.search(r"\.(parquet|arrow|csv|json)l?$", self.path, re.IGNORECASE):
             builder, files = suffix[1].lower(), self.path
         settings = {"name": self.subset, "split": split, "revision": self.revision}
         return load_dataset(builder, data_files=files, **settings, streaming=True).skip(first)

@@ -77,6 +77,7 @@ def test_a_mistake_in_another_command_is_one_clear_line_too(command):
         ("prepare_data data=text data.path=nowhere", ["data.path=nowhere matches no file", "give a file, a folder"]),
         ("prepare_data data=jsonl data.path=notes", ["data.path=notes matches no file that data=jsonl reads"]),
         ("prepare_data data=text data.path=lines.jsonl data.text_field=body", ["data.text_field=body is missing in 1"]),
+        ("prepare_data data=tokens data.path=ids.jsonl", ["id out of range in 2 of the first 3 documents", "n_vocab"]),
         ("prepare_data data=stdlib tokenizer=hf", ["'tokenizer.path' is missing: give it a value"]),
         (
             "prepare_data data=stdlib tokenizer=hf tokenizer.path=none.json",
@@ -99,6 +100,7 @@ def test_a_mistake_with_data_is_one_clear_line(command, dataset_dir, tmp_path, m
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("text")
     (tmp_path / "lines.jsonl").write_text('{"text": "text"}\n')
+    (tmp_path / "ids.jsonl").write_text("".join(f'{{"tokens": [1, {i}]}}\n' for i in (256, 257, 258)))
     (tmp_path / "dataset").symlink_to(dataset_dir)
     if script == "prepare_data":
         options = ["tokenizer=bytes", "out_dir=out", "workers=1", *options]

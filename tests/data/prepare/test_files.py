@@ -24,7 +24,12 @@ NOT_TEXT = {  # folders and files that are left out, by what is in them
     "export": ["config.json", "model.safetensors"],
     "saved": ["dataset_info.json", "state.json", "data-00000-of-00001.arrow"],
     "splits": ["dataset_dict.json", "train/state.json"],
+    "sweep": ["multirun.yaml", "0/samples.txt"],
+    "wandb": ["latest-run/output.log", "run-20260102_030405-a1b2c3d4/files/output.log", "debug.log"],
+    "wandb-run": ["run-a1b2c3d4.wandb", "files/output.log"],
+    "venv": ["pyvenv.cfg", "lib/site.py"],
     "tokenizer.json": None,
+    "tok.json": None,
     "gpt2.tiktoken": None,
     "a.parquet": None,
     "b.ARROW": None,
@@ -38,7 +43,7 @@ def folder(tmp_path, monkeypatch):
     for name, files in NOT_TEXT.items():
         for path in [folder / name] if files is None else [folder / name / file for file in files]:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(NOTE[::-1])
+            path.write_text('{\n  "version": "1.0",\n  "truncation": null,' if name == "tok.json" else NOTE[::-1])
     (folder / "notes.txt").write_text(NOTE)
     monkeypatch.chdir(folder)
     return folder

@@ -46,7 +46,7 @@ def test_a_folder_is_read_in_order(folder):
     assert texts(source(folder, subset="books")) == [f"book {i}" for i in range(4)]
 
 
-SAVED = ["saved", "splits", "a.parquet", "a.ARROW", "*.parquet", "arrow"]
+SAVED = ["saved", "splits", "a.parquet", "a.ARROW", "*.parquet", "arrow", "a.csv", "a.jsonl"]
 
 
 @pytest.mark.parametrize("path", SAVED)
@@ -59,6 +59,8 @@ def test_what_the_library_saves_is_read(tmp_path, path, first):
     rows.save_to_disk(tmp_path / "saved")
     datasets.DatasetDict(train=rows, test=rows.select([2, 1])).save_to_disk(tmp_path / "splits")
     rows.to_parquet(tmp_path / "a.parquet")
+    rows.to_csv(tmp_path / "a.csv")
+    rows.to_json(tmp_path / "a.jsonl")
     (tmp_path / "arrow").mkdir()
     for copy in ("a.ARROW", "arrow/a.arrow"):
         shutil.copy(tmp_path / "saved" / "data-00000-of-00001.arrow", tmp_path / copy)
