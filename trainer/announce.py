@@ -40,7 +40,7 @@ def _compare_rates(run: Run, step: int, before: float) -> None:
     if not math.isclose(before, again, rel_tol=1e-6):
         rates = f"the learning rate goes from {before:.3g} (step {step}) to {now:.3g} (step {run.state.step + 1})"
         jumps = now > before and schedule.longer
-        warn(f"{rates}; to train longer without a jump: {schedule.longer}" if jumps else rates)
+        warn(f"{rates}; for a longer run without this jump: {schedule.longer}" if jumps else rates)
 
 
 def start_lines(run: Run) -> list[str]:

@@ -59,7 +59,7 @@ def first_not_finite(named: Iterable[tuple[str, Tensor]], world: World) -> list[
 class Symptoms:
     """Warns, once each, of a loss far above that of uniform guessing and of steps that need the exact log attention.
 
-    Both last for many steps in a row, and the loss does not fall. Far above: by 1 nat.
+    Far above: by 1 nat for many steps, or ten times as high, without a fall.
     """
 
     def __init__(self, n_vocab: int, max_lr: float) -> None:
@@ -74,8 +74,9 @@ class Symptoms:
             return
         loss, step = line["loss"], f"step {line['step']:,}"
         self._losses = [*self._losses[-_MANY:], loss] if loss > self._uniform + 1 else []
-        if len(self._losses) > _MANY and loss >= self._losses[0]:
-            far = f"the loss of the last {_MANY} steps, {loss:,.2f} in {step}, is far above that of guessing"
+        steps = 1 if loss > 10 * self._uniform else _MANY
+        if len(self._losses) > steps and loss >= self._losses[0]:
+            far = f"the loss, {loss:,.2f} in {step}, is far above that of guessing"
             remedy = f"start again with optim.max_lr below {self._max_lr:g}"
             self._say("loss", f"{far}, {self._uniform:.2f}: training diverges; {remedy}")
         self._exact = self._exact + 1 if "exact_tiles" in line else 0

@@ -17,17 +17,21 @@ from common.settings import UserError, differences
 from trainer.distributed import World
 from trainer.runtime import device_name
 
+_RECORDS = "config.json", "metrics.jsonl", "loss.png", "samples.txt"  # what a run writes beside its checkpoints
 _ROUNDING = "device", "dtype", "torch"  # parts of the environment that rounding depends on
 
 
 def check_folder(run_dir: Path) -> None:
-    """Raise UserError if run_dir, which need not exist, is a dataset or a folder of runs."""
+    """Raise UserError if run_dir, which need not exist, is a dataset, a folder of runs, or has files to overwrite."""
     if (run_dir / "checkpoints").exists():
         return
     if (run_dir / "train-00000.bin").exists():
         raise UserError(f"run_dir={run_dir} is a dataset: choose another folder for the run")
     if runs := sorted(run_dir.glob("*/checkpoints")):
         raise UserError(f"run_dir={run_dir} has runs in it, such as {runs[0].parent.name}: choose a folder beside them")
+    records = [name for name in _RECORDS if (run_dir / name).exists()]
+    if records and not (run_dir / "run.lock").exists():
+        raise UserError(f"run_dir={run_dir} has {records[0]} and is no run's: choose another folder, or move that file")
 
 
 def own_run(run_dir: Path) -> AbstractContextManager[None]:

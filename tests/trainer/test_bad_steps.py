@@ -185,14 +185,15 @@ def lines_of(losses, **more):
         (lines_of([6.0] * 50), []),  # uniform guessing is 5.55
         (lines_of([30.0 - i / 2 for i in range(50)]), []),  # a bad start that gets better
         (lines_of([2000.0, 3.0] * 30), []),
-        (lines_of([2000.0] * 20), []),
-        (lines_of([3.0] + [2000.0] * 50), ["2,000.00 in step 22, is far above that of guessing, 5.55"]),
+        (lines_of([9.0] * 20), []),
+        (lines_of([9.0] * 21), ["9.00 in step 21, is far above"]),
+        (lines_of([3.0] + [2000.0] * 50), ["2,000.00 in step 3, is far above that of guessing, 5.55"]),
         (lines_of([3.0]) + lines_of([3.0] * 50, exact_tiles=7), ["tiles again in the last 20 steps, 7 in step 22"]),
         ((lines_of([3.0] * 15, exact_tiles=7) + lines_of([3.0])) * 3, []),
         (lines_of([9.0] * 50, exact_tiles=7), ["is far above", "tiles again"]),
     ],
 )
-def test_what_lasts_for_more_than_20_steps_is_said_once(capsys, lines, warnings):
+def test_what_is_wrong_for_many_steps_or_by_far_is_said_once(capsys, lines, warnings):
     symptoms = Symptoms(257, max_lr=0.5)
     for step, line in enumerate(lines, start=1):
         symptoms.take({"step": step} | line)

@@ -85,7 +85,7 @@ def test_an_empty_validation_split_is_refused_before_training(tiny, tmp_path):
     assert not (config.run_dir / "metrics.jsonl").exists()
 
 
-def test_the_folder_of_a_dataset_or_of_runs_is_refused(tiny, tmp_path):
+def test_the_folder_of_something_else_is_refused(tiny, tmp_path):
     config = tiny()
     before = sorted(config.dataset_dir.iterdir())
     with pytest.raises(UserError, match="is a dataset: choose another folder for the run"):
@@ -95,6 +95,11 @@ def test_the_folder_of_a_dataset_or_of_runs_is_refused(tiny, tmp_path):
     with pytest.raises(UserError, match="has runs in it, such as a: choose a folder beside them"):
         fit(config.model_copy(update={"run_dir": tmp_path / "runs"}))
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a"]
+    (mine := tmp_path / "mine").mkdir()
+    (mine / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"mine has config\.json and is no run's: choose another folder"):
+        fit(config.model_copy(update={"run_dir": mine}))
+    assert (mine / "config.json").read_text() == "{}"
 
 
 def test_steps_that_take_minutes_on_a_cpu_are_announced(tiny, monkeypatch, capsys):

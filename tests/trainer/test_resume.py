@@ -105,7 +105,7 @@ def test_a_jump_of_the_learning_rate_is_said_before_the_first_step(tiny, capsys,
     assert capsys.readouterr().err == "", "a run that goes on as planned has no jump"
     fit(tiny(schedule | {"max_steps": 12}))
     rates = f"warning: the learning rate goes from {before} (step 6) to {after} (step 7)"
-    assert capsys.readouterr().err == (f"{rates}; to train longer without a jump: {advice}\n" if advice else "")
+    assert capsys.readouterr().err == (f"{rates}; for a longer run without this jump: {advice}\n" if advice else "")
     fit(tiny(schedule | {"max_steps": 13, "optim.max_lr": 1e-4}))
     assert "the learning rate goes from " in capsys.readouterr().err
 
