@@ -17,7 +17,7 @@ from pydantic import create_model
 from cli.compose import compose, to_dict
 from cli.help import comments_of, help_of, with_comments
 from cli.options import refuse_misplaced
-from cli.resume import compose_training, with_known
+from cli.resume import compose_training
 from cli.sweep import Command, run_sweep
 from common import exits
 from common.console import guard_output, print_error
@@ -141,10 +141,9 @@ def _run(config_name: str, run: Command, texts: dict[str, str], debug: bool) -> 
 
 
 def _composed(config_name: str, options: list[str], config_dir: str | None, complete: bool = True) -> dict[str, Any]:
-    if config_name == "train":
-        return compose_training(options, config_dir, complete)
-    composed = to_dict(compose(config_name, options, config_dir), complete)
-    return with_known(composed, options, continues=False) if config_name == "plan" else composed
+    if config_name in ("train", "plan"):
+        return compose_training(options, config_dir, complete, config_name)
+    return to_dict(compose(config_name, options, config_dir), complete)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -15,17 +15,33 @@ _OF_DATA = ("data", "tokenizer")
 _CLOSING = {"[": "]", "{": "}", "(": ")"}
 _ABSENT = {
     "batch_size": "the size of a batch is batch_tokens, in tokens: sequences x seq_len",
+    "do_sample": "temperature=0 takes the most likely token, and every other temperature samples",
     "dropout": "dropout is not supported; optim.weight_decay regularises",
     "epochs": "a run's length is max_steps, in steps of batch_tokens tokens",
+    "fsdp": "write runtime.strategy=fsdp",
+    "log_interval": "every step is logged",
+    "min_lr": "the last learning rate is schedule.end, as a fraction of optim.max_lr",
+    "wandb_log": "write tracker=wandb",
 }
 _SYNONYMS = {
-    "dataset_dir": "out_dir",
-    "ema": "average",
-    "learning_rate": "optim.max_lr",
-    "n": "num_samples",
-    "precision": "runtime.dtype",
-    "run_dir": "checkpoint",
+    "average": "ema",
+    "batch_tokens": "grad_accum_steps gradient_accumulation_steps total_batch_size",
+    "checkpoint": "run_dir",
+    "eval.batches": "eval_iters",
+    "eval.every": "eval_interval",
+    "max_new_tokens": "max_length max_tokens",
+    "max_steps": "lr_decay_iters max_iters max_tokens num_iterations",
+    "model.n_embd": "d_model hidden_size",
+    "model.n_layer": "depth",
+    "model.n_vocab": "vocab_size",
+    "num_samples": "n num_return_sequences",
+    "optim.max_lr": "learning_rate",
+    "out_dir": "dataset_dir",
+    "prompt": "start",
+    "runtime.dtype": "precision",
+    "seq_len": "block_size context_length max_seq_len",
 }
+"""Keys, and what others call them."""
 _TEXTS = re.compile(
     r"\w+_(dir|field|files?|from|in|name|out|path)|"
     "checkpoint|csv|device|folder|hf|host|nanogpt|out|path|project|prompt|revision|split|stop|subset|text"
@@ -121,8 +137,8 @@ def meant(key: str, keys: list[str], groups: dict[str, list[str]]) -> str:
         return f"it was removed: {was.instead}"
     if last in _ABSENT:
         return _ABSENT[last]
-    synonym = _SYNONYMS.get(last)
-    return f"did you mean '{synonym}'?" if synonym in keys else nearest(key, keys)
+    synonym = next((name for name, others in _SYNONYMS.items() if last in others.split() and name in keys), None)
+    return f"did you mean '{synonym}'?" if synonym else nearest(key, keys)
 
 
 def explained(path: Path) -> dict[str, str]:

@@ -13,8 +13,10 @@ _VARIANTS = ("model/attention", "model/block", "model/position", "optim", "sched
 _TRACKERS = ("wandb", "tensorboard")
 
 
-def compose_training(options: list[str], config_dir: str | None, complete: bool = True) -> dict[str, Any]:
-    """Compose configs/train.yaml with these options, over the settings of the run in run_dir, if it holds one.
+def compose_training(
+    options: list[str], config_dir: str | None, complete: bool = True, config_name: str = "train"
+) -> dict[str, Any]:
+    """Compose train.yaml or plan.yaml with these options, over the settings of the run in run_dir, if it holds one.
 
     With an `experiment`, which is complete, or if a key is deleted (~KEY), the run's own settings are not used. Hydra
     gets only names of files in configs/ from config.json; all other values are data. `complete`: as for to_dict.
@@ -23,11 +25,12 @@ def compose_training(options: list[str], config_dir: str | None, complete: bool 
     continues = "run_dir" in given and not given.keys() & {"experiment", "~"}
     run_dir = Path(os.path.expanduser(str(given.get("run_dir"))))
     own = _settings_of(run_dir) if continues else {}
-    if continues and complete and not own and "dataset_dir" not in given:
+    if config_name == "train" and continues and complete and not own and "dataset_dir" not in given:
         why = "a damaged config.json" if (run_dir / "config.json").exists() else "no run to continue"
         raise UserError(f"run_dir={given['run_dir']} holds {why}: give experiment=... or dataset_dir=...")
     if not own:
-        return with_known(to_dict(compose("train", options, config_dir), complete), options)
+        composed = to_dict(compose(config_name, options, config_dir), complete)
+        return with_known(composed, options, continues=config_name == "train")
     variants = [
         f"{group}={name}"
         for group in _VARIANTS
@@ -35,7 +38,7 @@ def compose_training(options: list[str], config_dir: str | None, complete: bool 
     ]
     trackers = [name for name in _TRACKERS if isinstance(own.get("tracker"), dict) and own["tracker"].get(name)]
     variants += [f"tracker=[{','.join(trackers)}]"] if trackers and "tracker" not in given else []
-    composed = to_dict(compose("train", ["dataset_dir=null", *variants, *options], config_dir), complete)
+    composed = to_dict(compose(config_name, ["dataset_dir=null", *variants, *options], config_dir), complete)
     return with_known(_over(composed, own, {key.replace("/", ".") for key in given} | _OF_ONE_COMMAND), options)
 
 

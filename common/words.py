@@ -44,11 +44,16 @@ def refuse_flag(word: str) -> None:
 
 
 _NO_TEXTS = ("null", "true", "false", "nan", "inf")
+_SPACED = re.compile(r"[\w./-]+( [\w./-]+)+", re.ASCII)
+"""Texts that Hydra's grammar reads as they are, and a shell in double quotes."""
 
 
 def overrides(settings: Mapping[str, Any]) -> str:
     """Return settings as command-line arguments in Hydra's grammar, quoted for a shell."""
-    return shlex.join(options_of(settings))
+    return " ".join(
+        f'{key}="{value}"' if _SPACED.fullmatch(str(value)) else shlex.quote(f"{key}={in_hydras_grammar(value)}")
+        for key, value in settings.items()
+    )
 
 
 def options_of(settings: Mapping[str, Any]) -> list[str]:

@@ -169,7 +169,9 @@ def open_checkpoint(path: str | Path, files: Collection[str] = _FILES, key: str 
     if path.name == "checkpoints" and path.is_dir():
         path = path.parent
     if not path.exists():
-        raise UserError(f"{key}={path} does not exist: give a run directory, or a checkpoint in it")
+        more = "; scripts/import_gpt2.py makes one of GPT-2's weights, and the same command again resumes a run"
+        wanted = f"give a run directory, or a checkpoint in it{more if key == 'init_from' else ''}"
+        raise UserError(f"{key}={path} does not exist: {wanted}")
     if path.is_file():
         name = _first_line(path)
         if not _NAME.fullmatch(name):

@@ -109,6 +109,8 @@ def open_data(config: TrainConfig) -> tuple[Manifest, Tokenizer, TrainBatches, E
     if tokenizer.sha256 != manifest.tokenizer.sha256:
         raise UserError(f"{folder / TOKENIZER} is not the manifest's tokenizer: prepare the data again")
     if tokenizer.n_vocab > config.model.n_vocab:
+        if config.init_from is not None:
+            open_source(config.init_from, config.model, tokenizer)  # which says what of the two does not fit
         what = f"dataset_dir={folder} was made with tokenizer {tokenizer.name} of {tokenizer.n_vocab} ids"
         remedy = f"set model.n_vocab={tokenizer.n_vocab}, or use another dataset"
         raise UserError(f"{what}, and model.n_vocab={config.model.n_vocab}: {remedy}")

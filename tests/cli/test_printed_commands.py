@@ -208,7 +208,7 @@ def test_extras_that_are_to_be_installed_exist():
         assert extra in project["optional-dependencies"] if extra else package in packages
 
 
-WORDS = ["d4", "a b", "it's", "c:\\", r"c:\x\'", "1", "1e3", "NULL", "x=1", "[x]", "{a: 1}", "a,b", "~", "日本"]
+WORDS = ["d4", "1 .", "it's", "c:\\", r"c:\x\'", "1", "1e3", "NULL", "x=1", "[x]", "{a: 1}", "a,b", "~", "日本"]
 
 
 @settings(deadline=None)
@@ -218,6 +218,7 @@ def test_settings_are_printed_as_a_command_line_takes_them(text):
         (typed,) = shlex.split(overrides({"a.key": value}))
         (parsed,) = OverridesParser.create().parse_overrides([typed])
         assert (parsed.key_or_group, plain(parsed.value())) == ("a.key", value)
+    assert overrides({"key": "runs/data set"}) == 'key="runs/data set"'
 
 
 def plain(value):

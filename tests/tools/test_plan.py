@@ -46,8 +46,8 @@ def test_a_table_for_people_fits_a_terminal(command):
 
 
 def test_json_is_all_that_is_printed(command):
-    args = ["experiment=quickstart", "runtime.device=cpu", "seq_len=16", "batch_tokens=64", "measure=true"]
-    result = command("scripts/plan", *args, "output=json")
+    args = ["model=flagship_1m", "runtime.device=cpu", "seq_len=16", "batch_tokens=64", "measure=true"]
+    result = command("scripts/plan", *args, "run_dir=runs/only-a-name", "output=json")
     found = json.loads(result.out)
     assert (found["device"]["name"], found["device"]["peak_flops"]) == ("cpu", None)
     assert found["time"]["tokens_per_second"] > 0

@@ -64,7 +64,9 @@ def test_what_does_not_fit_is_refused(tiny, make_dataset, rank_file, tmp_path):
             {"dataset_dir": str(other), "model.n_vocab": 260},
             r"with the tokenizer bytes \(n_vocab 257\), and the dataset has gpt2 \(n_vocab 260\): prepare the dataset",
         ),
+        ({"dataset_dir": str(other)}, r"with the tokenizer bytes \(n_vocab 257\), and the dataset has gpt2"),
         ({"init_from": str(tmp_path / "nowhere")}, "nowhere does not exist: give a run directory, or a checkpoint"),
+        ({"init_from": "gpt2"}, "init_from=gpt2 does not exist: .*import_gpt2.py .* the same command again resumes"),
         ({"init_from": str(other)}, "init_from=.* is a dataset: give the directory of a run"),
     ]:
         with pytest.raises(UserError, match=message) as error:
@@ -100,6 +102,7 @@ def test_the_size_of_the_vocabulary_need_not_be_given(tiny_args, command, make_d
     assert "n_vocab: 260" in command("scripts/plan", f"dataset_dir={other}", "--cfg", "job").out
     assert command("train", *args[1:], "model.n_vocab=270", f"run_dir={tmp_path / 'wide'}").status == 0
     assert command("train", *args[1:], f"run_dir={tmp_path / 'wide'}", "max_steps=7").status == 0, "a run keeps its own"
+    assert "n_vocab: 270" in command("scripts/plan", f"run_dir={tmp_path / 'wide'}", "--cfg", "job").out
     swept = ["-m", "seed=1,2", f"run_dir={tmp_path / 'sweep'}"]
     assert command(*args, *swept).status == 0
     assert open_checkpoint(tmp_path / "sweep" / "seed=2").state.model.n_vocab == 260
