@@ -150,7 +150,7 @@ SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.slow
 def test_kernels_of_shipped_models_fit_and_compute_every_exponential_once(kernel_resources, capability):
-    """Of 64 features, registers are spilled: at most 2 KiB of a thread's."""
+    """On 8.0 and 9.0, heads of 32 features spill next to nothing, and those of 64 at most 2 KiB of a thread."""
     shapes = {"flagship": (64, 64, True), "flagship_1m": (64, 32, True), "heinsen": (32, 32, False)}
     given = {"capability": capability, "operator": "log_attention", "dtype": "bfloat16", "of_values": "bfloat16"}
     cases = [given | {"d": d, "d_v": e, "gates": gates, "carried": False} for d, e, gates in shapes.values()]
@@ -159,4 +159,4 @@ def test_kernels_of_shipped_models_fit_and_compute_every_exponential_once(kernel
         threads, exponentials = 32 * row["warps"], 64 * (2 * d + e + 64 * gates)  # of a chunk of 64 tokens
         assert row["ex2"] <= 1.2 * exponentials / threads
         assert row["shared"] <= SHARED[capability] * 1024
-        assert row["stack"] <= (2048 if d == 64 else 160)
+        assert capability not in (80, 90) or row["stack"] <= (2048 if d == 64 else 160)

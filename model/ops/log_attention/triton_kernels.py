@@ -290,8 +290,10 @@ def _visible_terms(k, v, key_before, value_before, gates, P: tl.constexpr):
     else:
         segment, start = gates.segment, gates.segment == 0
         visible = (segment[:, None] == segment[None, :]) & (rows[:, None] >= rows[None, :])  # (C, C)
-        # Without `once`, Triton 3.7 does not compile it for 64 keys and 32 values on compute capability 8.0.
-        tokens = product(once(visible.to(P.OPERAND), P), once(values.to(P.OPERAND), P), P) > 0.0
+        # Without `once`, Triton 3.7 does not compile it for 64 keys and 32 values on compute capability 8.0. Triton's
+        # interpreter takes the bits of a truth value for those of a bfloat16, unless they pass through another type.
+        visible_1, values_1 = once(visible.to(P.ACC).to(P.OPERAND), P), once(values.to(P.ACC).to(P.OPERAND), P)
+        tokens = product(visible_1, values_1, P) > 0.0
         z_tokens = tl.max((visible & alive[None, :]).to(tl.int32), 1) > 0
         return tokens | (start[:, None] & (before_v == 0)[None, :]), z_tokens | (start & (before_k == 0))
 
