@@ -115,9 +115,8 @@ def test_the_measured_rate_is_that_of_training(command, tiny_args, tmp_path, tin
     rates = [line["tokens_per_second"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
     sizes = {"seq_len": 128, "batch_tokens": 1024, "model.n_embd": 64, "max_steps": 8}
     measured = measure_rate(tiny_plan(sizes), 2, 8)
-    assert (
-        1 / 6 < measured / sorted(rates)[len(rates) // 2] < 6
-    )  # to count one sequence of a step's 8 would be a mistake
+    ratio = measured / sorted(rates)[len(rates) // 2]
+    assert 1 / 6 < ratio < 6  # to count one of the 8 sequences of a step would be a mistake
 
 
 def test_the_measured_model_keeps_documents_apart_as_the_run_does(tiny):
