@@ -31,7 +31,8 @@ def check_folder(run_dir: Path) -> None:
         raise UserError(f"run_dir={run_dir} has runs in it, such as {runs[0].parent.name}: choose a folder beside them")
     records = [name for name in _RECORDS if (run_dir / name).exists()]
     if records and not (run_dir / "run.lock").exists():
-        raise UserError(f"run_dir={run_dir} has {records[0]} and is no run's: choose another folder, or move that file")
+        what = f"run_dir={run_dir} is not a run, and training would overwrite its {records[0]}"
+        raise UserError(f"{what}: choose another folder")
 
 
 def own_run(run_dir: Path) -> AbstractContextManager[None]:

@@ -85,7 +85,7 @@ class Runtime:
 
     def __str__(self) -> str:
         exact = torch.are_deterministic_algorithms_enabled()
-        how = "" if exact else ", with other last bits in every run"
+        how = "" if exact else "; runs differ in rounding"
         return f"{device_name(self.device)} in {str(self.dtype).removeprefix('torch.')}{how}"
 
     @property
