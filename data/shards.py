@@ -112,6 +112,8 @@ class TokenizerId(Strict):
     """As in `Tokenizer.sha256`."""
     eot_id: Count
     """The id of <|endoftext|>."""
+    markers: list[str] = Field(default=[], exclude_if=lambda markers: not markers)
+    """The last ids, in order: what begins and ends the texts of conversations."""
 
     @model_validator(mode="after")
     def _check_end(self) -> "TokenizerId":

@@ -122,6 +122,10 @@ class Tokenizer(ABC):
         """Return the text that the ids of `text` spell."""
         return text
 
+    def extends(self, sha256: str) -> bool:
+        """Whether it has all ids of the tokenizer with this digest."""
+        return sha256 == self.sha256
+
     @functools.cached_property
     def byte_lengths(self) -> np.ndarray:
         """Number of UTF-8 bytes of each id, int64 (n_vocab,); 0 for <|endoftext|>."""
@@ -301,19 +305,29 @@ def load_tokenizer(path: Path) -> Tokenizer:
         UserError: the file is missing or damaged, or its format version is another.
     """
     try:
-        raw = read_json(path, LARGEST_FILE)
-        if isinstance(raw, dict) and "model" in raw:
-            from data.tokenizer_json import HFTokenizer  # needs a library that not every installation has
-
-            return HFTokenizer(raw)
-        if isinstance(raw, dict) and raw.get("name") == "none":
-            return NoTokenizer(decode(NoneConfig, raw))
-        saved = decode(_Saved, raw)
-        tokenizer = RankTokenizer(saved.name, [base64.b64decode(token, validate=True) for token in saved.ranks])
+        return _from_saved(read_json(path, LARGEST_FILE))
     except ValueError as error:  # a UserError, or not base64
         raise UserError(f"{path} is not a tokenizer: {error}") from None
+
+
+def _from_saved(raw: Any) -> Tokenizer:
+    """Build the tokenizer of what is `saved`; raises ValueError."""
+    if isinstance(raw, dict) and "chat" in raw:
+        from data.chat import MARKERS, ChatTokenizer  # which imports this module
+
+        if raw.keys() != {"chat", "tokenizer"} or raw["chat"] != [*MARKERS]:
+            raise UserError(f"its markers are not {', '.join(MARKERS)}")
+        return ChatTokenizer(_from_saved(raw["tokenizer"]))
+    if isinstance(raw, dict) and "model" in raw:
+        from data.tokenizer_json import HFTokenizer  # needs a library that not every installation has
+
+        return HFTokenizer(raw)
+    if isinstance(raw, dict) and raw.get("name") == "none":
+        return NoTokenizer(decode(NoneConfig, raw))
+    saved = decode(_Saved, raw)
+    tokenizer = RankTokenizer(saved.name, [base64.b64decode(token, validate=True) for token in saved.ranks])
     if tokenizer.sha256 != saved.sha256:
-        raise UserError(f"{path} is damaged: its ranks have sha256 {tokenizer.sha256}, not {saved.sha256[:64]!r}")
+        raise UserError(f"its ranks have sha256 {tokenizer.sha256}, not {saved.sha256[:64]!r}")
     return tokenizer
 
 

@@ -1,0 +1,112 @@
+"""Conversations as token ids: a marker begins the text of each role, and <|end|> ends an answer."""
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from common.settings import UserError
+from data.shards import TokenizerId
+from data.tokenizer import Tokenizer
+
+MARKERS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+ROLES = ("system", "user", "assistant")
+_TOOLS = ("tool", "function", "ipython")
+
+
+class ChatTokenizer(Tokenizer):
+    """Another tokenizer with MARKERS after its last id. Text that spells a marker is plain text."""
+
+    def __init__(self, inner: Tokenizer) -> None:
+        """Add the markers to `inner`.
+
+        Raises:
+            UserError: its ids stand for no text, or it has tokens with the names of markers.
+        """
+        if inner.name == "none":
+            raise UserError("conversations need a tokenizer of texts: give tokenizer=bytes, gpt2 or hf")
+        markers = [marker.encode() for marker in MARKERS]
+        if own := {*markers} & {*inner.tokens}:
+            raise UserError(f"the tokenizer has a token {min(own).decode()} of its own: give one without it")
+        self.inner = inner
+        self.name = f"{inner.name}+chat"
+        self.tokens = [*inner.tokens, *markers]
+        self.eot_id = inner.eot_id
+        self.role_ids = dict(zip(ROLES, range(inner.n_vocab, self.n_vocab), strict=False))
+        """The id of each role's marker."""
+        self.assistant_id, self.end_id = self.n_vocab - 2, self.n_vocab - 1
+
+    @property
+    def id(self) -> TokenizerId:
+        """The identity of the tokenizer, with the markers."""
+        return super().id.model_copy(update={"markers": [*MARKERS]})
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Hex digest of the inner tokenizer's and the markers."""
+        return hashlib.sha256(json.dumps([self.inner.sha256, *MARKERS]).encode()).hexdigest()
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """The markers, and what is saved of the inner tokenizer."""
+        return {"chat": [*MARKERS], "tokenizer": self.inner.saved}
+
+    @functools.cached_property
+    def byte_lengths(self) -> np.ndarray:
+        """As of any tokenizer; 0 for markers, too."""
+        return np.append(self.inner.byte_lengths, [0] * len(MARKERS))
+
+    def encode_arrays(self, text: str) -> Iterator[np.ndarray]:
+        """Yield the token ids of a text, as the inner tokenizer does."""
+        return self.inner.encode_arrays(text)
+
+    def normalized(self, text: str) -> str:
+        """Return the text that the ids of `text` spell."""
+        return self.inner.normalized(text)
+
+    def extends(self, sha256: str) -> bool:
+        """Whether it has all ids of the tokenizer with this digest."""
+        return sha256 in (self.sha256, self.inner.sha256)
+
+    def encode_chat(self, messages: Sequence[tuple[str, str]], answer: bool = False) -> list[int]:
+        """Return the ids of a conversation, which is (role, text) of each message.
+
+        `answer`: end with the assistant's marker, for the model to go on.
+        """
+        ids: list[int] = []
+        for role, text in messages:
+            ids += [self.role_ids[role], *self.encode(text), *[self.end_id] * (role == "assistant")]
+        return [*ids, self.assistant_id] if answer else ids
+
+
+def parse_messages(messages: Any) -> list[tuple[str, str]]:
+    """Return (role, text) of each message, as OpenAI writes them: [{"role": "user", "content": "Hello"}].
+
+    A developer's message is one of the system; a content in parts is joined.
+
+    Raises:
+        UserError: they are something else. Its message is the same for all conversations with this mistake.
+    """
+    if not isinstance(messages, list):
+        raise UserError("messages is not a list")
+    return [_parsed(message) for message in messages]
+
+
+def _parsed(message: Any) -> tuple[str, str]:
+    role = message.get("role") if isinstance(message, dict) else None
+    role = "system" if role == "developer" else role
+    if role in _TOOLS or (role == "assistant" and message.get("tool_calls")):
+        raise UserError("a message to or from a tool")
+    if role not in ROLES:
+        raise UserError("a message whose role is not system, user or assistant")
+    content = message.get("content")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str):
+        raise UserError("a message whose content is not text")
+    if role == "assistant" and not content.strip():
+        raise UserError("an empty answer")
+    return role, content

@@ -1,0 +1,96 @@
+"""Conversations as ids: the tokenizer with markers, and what a list of messages may be."""
+
+import json
+
+import pytest
+
+from common.settings import UserError
+from data.chat import MARKERS, ChatTokenizer, parse_messages
+from data.tokenizer import (
+    BytesConfig,
+    GPT2Config,
+    HFConfig,
+    NoneConfig,
+    build_tokenizer,
+    load_tokenizer,
+    save_tokenizer,
+)
+
+TALK = [("system", "Be brief."), ("user", "2+3?"), ("assistant", "5"), ("user", "<|end|>é"), ("assistant", "ok")]
+
+
+@pytest.fixture(params=["bytes", "gpt2", "hf"])
+def inner(request, rank_file, dataset_dir, tmp_path):
+    if request.param == "bytes":
+        return build_tokenizer(BytesConfig(name="bytes"))
+    if request.param == "gpt2":
+        return build_tokenizer(GPT2Config(name="gpt2", path=rank_file))
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install -e '.[tokenizers]'")
+    from data.prepare.vocabulary import learn
+
+    learn(dataset_dir, 280, tmp_path / "learned.json")
+    return build_tokenizer(HFConfig(name="hf", path=tmp_path / "learned.json"))
+
+
+def test_markers_come_after_the_last_id_and_text_never_has_them(inner, tmp_path):
+    chat, n = ChatTokenizer(inner), inner.n_vocab
+    assert (chat.name, chat.n_vocab, chat.eot_id) == (f"{inner.name}+chat", n + 4, inner.eot_id)
+    assert [chat.tokens[i].decode() for i in range(n, n + 4)] == list(MARKERS)
+    assert (chat.assistant_id, chat.end_id) == (n + 2, n + 3)
+    assert chat.byte_lengths.tolist() == [*inner.byte_lengths, 0, 0, 0, 0]
+    spelled = "a<|user|>b<|end|><|endoftext|>"
+    assert chat.encode(spelled) == inner.encode(spelled)
+    assert chat.decode_bytes([n, *chat.encode("hi"), n + 3]) == b"<|system|>hi<|end|>"
+    assert chat.sha256 != inner.sha256
+    assert [chat.extends(inner.sha256), chat.extends(chat.sha256), inner.extends(chat.sha256)] == [True, True, False]
+    save_tokenizer(chat, tmp_path / "tokenizer.json")
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    assert (loaded.id, loaded.encode_chat(TALK)) == (chat.id, chat.encode_chat(TALK))
+
+
+def test_ids_of_a_conversation(inner):
+    chat, n, encode = ChatTokenizer(inner), inner.n_vocab, inner.encode
+    first = [n, *encode("Be brief."), n + 1, *encode("2+3?"), n + 2, *encode("5"), n + 3]
+    assert chat.encode_chat(TALK) == [*first, n + 1, *encode("<|end|>é"), n + 2, *encode("ok"), n + 3]
+    assert chat.encode_chat(TALK[:2], answer=True) == [n, *encode("Be brief."), n + 1, *encode("2+3?"), n + 2]
+
+
+def test_what_cannot_have_markers(inner, tmp_path):
+    with pytest.raises(UserError, match=r"need a tokenizer of texts: give tokenizer=bytes, gpt2 or hf"):
+        ChatTokenizer(build_tokenizer(NoneConfig(name="none", n_vocab=9, eot_id=None)))
+    with pytest.raises(UserError, match=r"a token <\|assistant\|> of its own"):
+        ChatTokenizer(ChatTokenizer(inner))
+    for change in ({"chat": ["<|end|>"]}, {"chat": 1}, {"more": 1}, {"tokenizer": ChatTokenizer(inner).saved}):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(ChatTokenizer(inner).saved | change))
+        with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer: (its markers are not|the tokenizer)"):
+            load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def message(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([message("user", "a"), message("assistant", "b")], [("user", "a"), ("assistant", "b")]),
+        ([message("developer", "a"), message("user", "")], [("system", "a"), ("user", "")]),
+        ([message("user", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])], [("user", "ab")]),
+        ("hello", "messages is not a list"),
+        (["hello"], "a message whose role is not system, user or assistant"),
+        ([message(["user"], "a")], "a message whose role is not system, user or assistant"),
+        ([message("critic", "a")], "a message whose role is not system, user or assistant"),
+        ([message("tool", "a")], "a message to or from a tool"),
+        ([message("assistant", None, tool_calls=[{}])], "a message to or from a tool"),
+        ([message("user", None)], "a message whose content is not text"),
+        ([message("user", [{"type": "image_url"}])], "a message whose content is not text"),
+        ([message("user", "a"), message("assistant", " \n")], "an empty answer"),
+    ],
+)
+def test_messages(messages, expected):
+    if isinstance(expected, list):
+        assert parse_messages(messages) == expected
+    else:
+        with pytest.raises(UserError) as refused:
+            parse_messages(messages)
+        assert str(refused.value) == expected
