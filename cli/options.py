@@ -31,6 +31,7 @@ _SYNONYMS = {
     "eval.every": "eval_interval",
     "max_new_tokens": "max_length max_tokens",
     "max_steps": "lr_decay_iters max_iters max_tokens num_iterations",
+    "micro_batch": "batch_size device_batch_size",
     "model.n_embd": "d_model hidden_size",
     "model.n_layer": "depth",
     "model.n_vocab": "vocab_size",
@@ -135,7 +136,7 @@ def meant(key: str, keys: list[str], groups: dict[str, list[str]]) -> str:
         return nearest(key, groups)
     if (was := removed_key(key)) is not None:
         return f"it was removed: {was.instead}"
-    if last in _ABSENT:
+    if last in _ABSENT and (last != "batch_size" or "batch_tokens" in keys):
         return _ABSENT[last]
     synonym = next((name for name, others in _SYNONYMS.items() if last in others.split() and name in keys), None)
     return f"did you mean '{synonym}'?" if synonym else nearest(key, keys)

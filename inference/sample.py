@@ -201,8 +201,9 @@ def read_prompts(config: SampleConfig) -> list[str]:
         text.encode()  # fails on the surrogates that stand for an argument's invalid bytes
     except (OSError, UnicodeError) as error:
         source = f"{'prompt_file' if config.prompt_file else 'prompts_file'}={path}" if path else "the prompt"
-        reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error}"
-        raise UserError(f"{source} cannot be read: {reason}") from None
+        if isinstance(error, OSError):
+            raise UserError(f"{source} cannot be read: {error.strerror}") from None
+        raise UserError(f"{source} is not in UTF-8: convert it, as in iconv -f UTF-16 -t UTF-8 OLD > NEW") from None
     text = text.removeprefix("\ufeff")  # the byte order mark
     if not config.prompts_file:
         return [re.sub(r"\r?\n\Z", "", text) if path or config.prompt == "-" else text]  # how a file or `echo` ends

@@ -165,7 +165,7 @@ def open_checkpoint(path: str | Path, files: Collection[str] = _FILES, key: str 
     Raises:
         UserError: there is no checkpoint, one of `files` is missing or damaged, or it has another format version.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     if path.name == "checkpoints" and path.is_dir():
         path = path.parent
     if not path.exists():

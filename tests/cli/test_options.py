@@ -66,6 +66,7 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
         ("train", "dataset_dir=x resume=true", "(auto: the same command again continues the run in run_dir; never"),
         ("sample", "start=hi", "unknown config key 'start': did you mean 'prompt'?"),
         ("sample", "max_tokens=8", "did you mean 'max_new_tokens'?"),
+        ("sample", "batch_size=8", "unknown config key 'batch_size': did you mean 'micro_batch'?"),
         ("sample", "do_sample=false", "temperature=0 takes the most likely token"),
         ("train", "tracker.wandb.mode=offline", "it is a key of tracker=wandb, which must be given, too"),
         ("train", "tracker=[wandb,tensorbord]", "tracker=tensorbord does not exist: did you mean 'tensorboard'?"),

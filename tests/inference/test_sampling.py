@@ -327,6 +327,12 @@ def test_a_file_without_prompts_is_refused(run_dir, tmp_path):
         run_sampling(make_config(checkpoint=run_dir, prompts_file=tmp_path / "empty.txt"))
 
 
+def test_a_prompt_in_another_encoding_is_one_line(tmp_path):
+    (tmp_path / "prompt.txt").write_text("Once", encoding="utf-16")
+    with pytest.raises(UserError, match=r"prompt_file=.*prompt.txt is not in UTF-8: convert it, as in iconv -f UTF-16"):
+        read_prompts(make_config(prompt_file=tmp_path / "prompt.txt"))
+
+
 def test_learned_positions_are_used_to_the_last_and_no_further(tiny):
     gpt = GPT(tiny(LEARNED).model)
     fits, engine = completion("abcd", max_tokens=12), Engine(gpt, 257, 1)  # 5 tokens, and 11 of 12 are read

@@ -195,6 +195,17 @@ def test_an_export_is_finetuned_as_any_model_of_transformers(work, name):
 
 
 @needs_transformers
+@pytest.mark.parametrize("key", ["output_hidden_states", "output_attentions"])
+def test_what_an_export_does_not_return_is_refused(key):
+    from tools.convert.hugging_face.configuration_log_gpt import LogGPTConfig
+    from tools.convert.hugging_face.modeling_log_gpt import LogGPTForCausalLM
+
+    model = LogGPTForCausalLM(LogGPTConfig(config_of().model_dump(mode="json")))
+    with pytest.raises(ValueError, match=f"{key}=True: this model returns logits"):
+        model(torch.zeros(1, 2, dtype=torch.int64), **{key: True})
+
+
+@needs_transformers
 @pytest.mark.slow
 def test_gpt2s_are_plain_and_all_others_bring_their_code(work):
     classes = json.loads((work / "said.json").read_text())["classes"]

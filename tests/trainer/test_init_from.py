@@ -23,9 +23,10 @@ def weights_at_the_start(config):
 
 
 @pytest.mark.parametrize("average", [None, 0.5])
-def test_a_run_begins_with_the_weights_of_another(tiny, make_dataset, tmp_path, capsys, average):
+def test_a_run_begins_with_the_weights_of_another(tiny, make_dataset, tmp_path, monkeypatch, capsys, average):
     fit(tiny({"average": average}))
-    first, _ = load_model(tmp_path / "run")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    first, _ = load_model("~/run")
     other = {
         "run_dir": str(tmp_path / "other"),
         "dataset_dir": str(make_dataset(seed=1)),

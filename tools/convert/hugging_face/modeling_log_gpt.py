@@ -97,6 +97,9 @@ class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
             labels: (B, T), usually input_ids: they are shifted here. -100 is ignored.
             logits_to_keep: return logits of this many last tokens only, or of these positions; 0: of all.
         """
+        for key in ("output_hidden_states", "output_attentions"):
+            if options.get(key, getattr(self.config, key, False)):
+                raise ValueError(f"{key}=True: this model returns logits and its cache only; leave it out")
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         self.gpt.recompute = "block" if self.gradient_checkpointing and not use_cache else "none"
