@@ -40,6 +40,11 @@ class ChatTokenizer(Tokenizer):
         self.assistant_id, self.end_id = self.n_vocab - 2, self.n_vocab - 1
 
     @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The ids that end a generated text: <|endoftext|>, or <|end|> of an answer."""
+        return self.eot_id, self.end_id
+
+    @property
     def id(self) -> TokenizerId:
         """The identity of the tokenizer, with the markers."""
         return super().id.model_copy(update={"markers": [*MARKERS]})
@@ -70,6 +75,10 @@ class ChatTokenizer(Tokenizer):
     def extends(self, sha256: str) -> bool:
         """Whether it has all ids of the tokenizer with this digest."""
         return sha256 in (self.sha256, self.inner.sha256)
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        """Return the bytes of `ids`, as of any tokenizer; markers have none."""
+        return self.inner.decode_bytes([i for i in ids if i < self.inner.n_vocab])
 
     def encode_chat(self, messages: Sequence[tuple[str, str]], answer: bool = False) -> list[int]:
         """Return the ids of a conversation, which is (role, text) of each message.

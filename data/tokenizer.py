@@ -100,6 +100,11 @@ class Tokenizer(ABC):
         return len(self.tokens)
 
     @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The ids that end a generated text."""
+        return (self.eot_id,)
+
+    @property
     def id(self) -> TokenizerId:
         """The identity of the tokenizer, as datasets store it."""
         return TokenizerId(name=self.name, n_vocab=self.n_vocab, sha256=self.sha256, eot_id=self.eot_id)

@@ -61,17 +61,17 @@ class Engine:
         n_vocab: int,
         max_streams: int,
         interleave: bool = False,
-        eot_id: int = -1,
+        end_ids: Sequence[int] = (-1,),
         cache: PromptCache | None = None,
     ) -> None:
         """Create an engine without texts.
 
         Args:
-            n_vocab, eot_id: as for `read`.
+            n_vocab, end_ids: as for `read`.
             interleave: read prompts chunk by chunk between other texts' tokens.
             cache: keeps the states of prompts. It does not change the output, to the bit.
         """
-        self.gpt, self.n_vocab, self.eot_id = gpt, n_vocab, eot_id
+        self.gpt, self.n_vocab, self.end_ids = gpt, n_vocab, end_ids
         self.max_streams, self.interleave, self.cache = max_streams, interleave, cache
         self.waiting: deque[Generation] = deque()
         self._reading: deque[Generation] = deque()
@@ -136,7 +136,7 @@ class Engine:
         if self._writing:
             with _failing(self._writing):
                 drawn = torch.tensor([generation.drawn[-1:] for generation in self._writing])
-                self._texts, _ = read(self.gpt, drawn, self.n_vocab, self._texts, self.eot_id, self._step)
+                self._texts, _ = read(self.gpt, drawn, self.n_vocab, self._texts, self.end_ids, self._step)
             self._keep_unfinished()
 
     def _read_prompts(self) -> None:
@@ -160,7 +160,7 @@ class Engine:
                 generation.n_cached = generation.n_read
             while generation.n_read < len(request.ids):
                 chunk = torch.tensor([request.ids[generation.n_read : generation.n_read + CHUNK]])
-                prefix, logits = read(self.gpt, chunk, self.n_vocab, generation.prefix, self.eot_id)
+                prefix, logits = read(self.gpt, chunk, self.n_vocab, generation.prefix, self.end_ids)
                 generation.accept_prompt(prefix, logits[0])
                 is_kept = request.before is None and _is_kept(generation.n_read, len(request.ids))
                 if self.cache is not None and is_kept:
@@ -238,7 +238,7 @@ def generate(
     Raises:
         UserError: the model's logits are not finite.
     """
-    engine = Engine(gpt, n_vocab, len(prompt_ids), eot_id=eot_id)
+    engine = Engine(gpt, n_vocab, len(prompt_ids), end_ids=[eot_id])
     sampling = sampling or SamplingConfig()
     texts = [Generation(Request(tuple(ids.tolist()), sampling=sampling)) for ids in prompt_ids]
     for text, generator in zip(texts, generators or [None] * len(texts), strict=True):

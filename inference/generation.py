@@ -63,7 +63,7 @@ class Generation:
         self.n_cached = 0
         """How many of these were read before, for another text."""
         self.drawn: list[int] = []
-        """The tokens drawn, including <|endoftext|>."""
+        """The tokens drawn, including the one that ended the text."""
         self.text = ""
         """Whole characters only, and without what could begin a stop string; after the prompt if that is echoed."""
         self.tokens: list[Token] = []
@@ -85,8 +85,9 @@ class Generation:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens drawn, without <|endoftext|>."""
-        return len(self.drawn) - (self.finish_reason == "end_of_text")
+        """Tokens drawn, without the one that ended the text."""
+        ended = self.tokenizer and self.drawn and self.drawn[-1] in self.tokenizer.end_ids
+        return len(self.drawn) - bool(ended)
 
     @property
     def may_skip(self) -> bool:
@@ -120,8 +121,8 @@ class Generation:
         self.drawn.append(token_id)
         if self.tokenizer is None or self._stream is None:
             return
-        if token_id == self.tokenizer.eot_id:
-            self._add(self._stream.end(), "end_of_text")
+        if token_id in self.tokenizer.end_ids:
+            self._add(self._stream.end(), "end_of_text" if token_id == self.tokenizer.eot_id else "stop")
             return
         text = self._push(self._stream, [token_id], logits.unsqueeze(0))
         if self._stream.stopped:

@@ -85,7 +85,7 @@ class HarnessModel(TemplateLM):
             Generation(self._request(request.args[0], request.args[1], seed), self._tokenizer)
             for seed, request in enumerate(requests)
         ]
-        engine = Engine(self.gpt, self._tokenizer.n_vocab, self.micro_batch, eot_id=self._tokenizer.eot_id)
+        engine = Engine(self.gpt, self._tokenizer.n_vocab, self.micro_batch, end_ids=self._tokenizer.end_ids)
         engine.submit(sorted(texts, key=lambda text: -len(text.request.ids)))
         with Track("continuations", len(texts)) as track, self.runtime.autocast():
             for text in texts:

@@ -1,7 +1,7 @@
 """A request to continue a text, and the reading of its prompt, `CHUNK` tokens at a time."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ class Prefix(NamedTuple):
     logits: Tensor
     """Logits of the next token, (B, n_vocab)."""
     seen: Tensor
-    """Tokens that occur in the text, except the one that ends texts, bool (B, n_vocab)."""
+    """Tokens that occur in the text, except those that end texts, bool (B, n_vocab)."""
     state: GPTState
 
 
@@ -74,7 +74,7 @@ def read(
     token_ids: Tensor,
     n_vocab: int,
     before: Prefix | None = None,
-    eot_id: int = -1,
+    end_ids: Sequence[int] = (-1,),
     step: Callable[..., Any] | None = None,
 ) -> tuple[Prefix, Tensor]:
     """Read (B, T) more tokens of B texts. Return the new prefix, and the logits after each token, (B, T, n_vocab).
@@ -82,7 +82,7 @@ def read(
     Args:
         n_vocab: ids from here on, the padding of the embedding, are never drawn.
         before: the prefix that these tokens continue; None: the texts start here.
-        eot_id: the token that ends texts; -1: the last, n_vocab - 1.
+        end_ids: the tokens that end texts; -1: the last, n_vocab - 1.
         step: called instead of the model; its next call may overwrite the returned state.
     """
     token_ids = token_ids.to(gpt.embed.weight.device)
@@ -90,7 +90,8 @@ def read(
     logits = logits[..., :n_vocab]
     seen = before.seen.clone() if before else torch.zeros_like(logits[:, -1], dtype=torch.bool)
     seen.scatter_(1, token_ids, True)
-    seen[:, eot_id] = False
+    for end_id in end_ids:
+        seen[:, end_id] = False
     return Prefix(logits[:, -1].clone(), seen, state), logits  # a view would keep the logits of all tokens
 
 
@@ -104,7 +105,7 @@ def prefill(gpt: GPT, tokenizer: Tokenizer, request: Request, n: int | None = No
     with track or contextlib.nullcontext():
         for start in range(0, n, CHUNK):
             chunk = torch.tensor([request.ids[start : min(start + CHUNK, n)]])
-            before, _ = read(gpt, chunk, tokenizer.n_vocab, before, tokenizer.eot_id)
+            before, _ = read(gpt, chunk, tokenizer.n_vocab, before, tokenizer.end_ids)
             if track:
                 track.advance(chunk.shape[1])
     return replace(request, ids=request.ids[n:], before=before, n_before=request.n_before + n)

@@ -123,7 +123,7 @@ def _converse(loaded: Loaded, prompt: str, request: Request, config: SampleConfi
 def _continue(loaded: Loaded, prompts: list[str], request: Request, config: SampleConfig) -> None:
     """Print every continuation in order, the current one while it grows; the others grow with it."""
     tokenizer, n_samples, texts = loaded.tokenizer, config.num_samples, config.output == "text"
-    engine = Engine(loaded.gpt, tokenizer.n_vocab, config.micro_batch, eot_id=tokenizer.eot_id)
+    engine = Engine(loaded.gpt, tokenizer.n_vocab, config.micro_batch, end_ids=tokenizer.end_ids)
     samples = _samples(loaded, prompts, request, config, engine)
     if not samples:  # max_new_tokens=0
         return
@@ -231,7 +231,7 @@ class Conversation:
         """The text so far. Its `ids` are the last answer, which the model has yet to read."""
         self._gpt, self._tokenizer = gpt, tokenizer
         self._generator = torch.Generator().manual_seed(request.seed)
-        self._engine = Engine(gpt, tokenizer.n_vocab, max_streams=1, eot_id=tokenizer.eot_id)
+        self._engine = Engine(gpt, tokenizer.n_vocab, max_streams=1, end_ids=tokenizer.end_ids)
 
     def add(self, text: str) -> None:
         """Read the last answer and what a person writes after it.

@@ -37,7 +37,8 @@ def window_text(dataset_dir: Path, manifest: Manifest, split: SplitName, start: 
     if not 0 <= start < stream.n_tokens:
         raise UserError(f"token {start} is not in '{split}', which has {stream.n_tokens} tokens: give a lower number")
     ids = stream.read(start, min(start + n_tokens, stream.n_tokens)).tolist()
-    return visible(load_tokenizer(dataset_dir / TOKENIZER).decode_bytes(ids).decode(errors="replace"), kept="\n\t")
+    tokens = load_tokenizer(dataset_dir / TOKENIZER).tokens  # with the names of those that have no text
+    return visible(b"".join(tokens[i] for i in ids).decode(errors="replace"), kept="\n\t")
 
 
 def documents_table(dataset_dir: Path, manifest: Manifest, split: SplitName, windows: list[tuple[int, int]]) -> Table:

@@ -33,7 +33,7 @@ def serve(config: ServeConfig) -> None:
     loaded = load(config)
     gpt = loaded.place(loaded.runtime.device, autocast=False)
     tokenizer, cache = loaded.tokenizer, PromptCache(config.cache_states, config.cache_bytes)
-    engine = Engine(gpt, tokenizer.n_vocab, config.max_streams, interleave=True, eot_id=tokenizer.eot_id, cache=cache)
+    engine = Engine(gpt, tokenizer.n_vocab, config.max_streams, interleave=True, end_ids=tokenizer.end_ids, cache=cache)
     worker = Worker(engine, config.max_queue)
     name = loaded.checkpoint.run_dir.resolve().name
     with listen(config.host, config.port) as listener:

@@ -40,7 +40,7 @@ def test_markers_come_after_the_last_id_and_text_never_has_them(inner, tmp_path)
     assert chat.byte_lengths.tolist() == [*inner.byte_lengths, 0, 0, 0, 0]
     spelled = "a<|user|>b<|end|><|endoftext|>"
     assert chat.encode(spelled) == inner.encode(spelled)
-    assert chat.decode_bytes([n, *chat.encode("hi"), n + 3]) == b"<|system|>hi<|end|>"
+    assert chat.decode_bytes([n, *chat.encode("hi"), n + 3]) == b"hi"
     assert chat.sha256 != inner.sha256
     assert [chat.extends(inner.sha256), chat.extends(chat.sha256), inner.extends(chat.sha256)] == [True, True, False]
     save_tokenizer(chat, tmp_path / "tokenizer.json")
