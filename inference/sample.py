@@ -17,6 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from common.console import console, count, say, show
 from common.files import parse_json
 from common.settings import UserError
+from data.chat import ChatTokenizer
 from data.tokenizer import Tokenizer
 from inference.engine import Engine, stream
 from inference.generation import Generation
@@ -111,9 +112,10 @@ def run_sampling(config: SampleConfig) -> None:
 
 def _converse(loaded: Loaded, prompt: str, request: Request, config: SampleConfig) -> None:
     conversation = Conversation(loaded.gpt, loaded.tokenizer, request)
-    conversation.add(prompt)
+    if not conversation.chat:
+        conversation.add(prompt)
     try:
-        converse(conversation, config.max_new_tokens)
+        converse(conversation, config.max_new_tokens, prompt if conversation.chat else "")
     finally:
         loaded.checkpoint.write_result("sample.txt", conversation.text + "\n")
     if config.state_out:
@@ -217,6 +219,8 @@ class Conversation:
 
     An answer may end within a token: before a stop string, or at an incomplete character. So the model rereads the
     shown part of the answer, followed by the next text, from the state before the answer.
+
+    With a chat model, a person's texts are messages, and <|end|> closes every answer, also one that was cut.
     """
 
     def __init__(self, gpt: GPT, tokenizer: Tokenizer, request: Request) -> None:
@@ -229,6 +233,8 @@ class Conversation:
         """Whether the model ended the text with the last answer."""
         self.request = request
         """The text so far. Its `ids` are the last answer, which the model has yet to read."""
+        self.chat = tokenizer if isinstance(tokenizer, ChatTokenizer) else None
+        """The tokenizer, if it has markers."""
         self._gpt, self._tokenizer = gpt, tokenizer
         self._generator = torch.Generator().manual_seed(request.seed)
         self._engine = Engine(gpt, tokenizer.n_vocab, max_streams=1, end_ids=tokenizer.end_ids)
@@ -239,8 +245,11 @@ class Conversation:
         Raises:
             UserError: the text does not fit into learned positions or memory; the conversation is unchanged.
         """
-        ids = (*self.request.ids, *self._tokenizer.encode(text))
-        request = replace(self.request, ids=ids)
+        new = self._tokenizer.encode(text)
+        if self.chat and text:
+            new = self.chat.encode_chat([("user", text)], answer=True)
+            text = "\n" * bool(self.text) + f"> {text}\n"
+        request = replace(self.request, ids=(*self.request.ids, *new))
         self._engine.check(request)
         self.request = prefill(self._gpt, self._tokenizer, request, len(request.ids))
         self.text, self.ended = self.text + text, False
@@ -262,14 +271,14 @@ class Conversation:
                 yield text
         finally:
             answer.cancelled = True  # first: a second Ctrl-C may interrupt the rest
-            self.ended = answer.finish_reason == "end_of_text"
+            self.ended = answer.finish_reason == "end_of_text" and not self.chat
             self.n_tokens += answer.n_tokens
             self.text += shown
             drawn = answer.drawn[: answer.n_tokens]
             while not shown.startswith(text := self._tokenizer.decode_bytes(drawn).decode(errors="replace")):
                 drawn.pop()
             drawn += self._tokenizer.encode(shown[len(text) :])
-            drawn += [self._tokenizer.eot_id] * self.ended
+            drawn += [self.chat.end_id] if self.chat else [self._tokenizer.eot_id] * self.ended
             self.request = replace(self.request, ids=tuple(drawn))
             self._engine.turn()  # the answer leaves, and its memory is free
 
@@ -280,19 +289,25 @@ class Conversation:
         return None if max_len is None else max(0, max_len - self.request.n_prompt)
 
 
-def converse(conversation: Conversation, max_new_tokens: int) -> None:
-    """Take turns at the terminal, or with lines from a pipe, until the input ends."""
+def converse(conversation: Conversation, max_new_tokens: int, message: str = "") -> None:
+    """Take turns at the terminal, or with lines from a pipe, until the input ends. A message comes before the first."""
     with contextlib.suppress(ImportError):  # it gives `input` line editing and a history
         import readline  # noqa: F401
+    if not conversation.chat:
+        say("this model continues texts and does not answer: train.py experiment=chat makes one that does")
+    way = "message, and the model answers" if conversation.chat else "text, and the model continues it"
+    alone = "" if conversation.chat else "Press Enter alone to let it continue. "
     say(
-        "Type a text, and the model continues it. Press Enter alone to let it continue. End a line with \\ to add "
-        "another line. Ctrl-C stops an answer, Ctrl-D ends the conversation."
+        f"Type a {way}. {alone}End a line with \\ to add another line. Ctrl-C stops an answer, Ctrl-D ends the "
+        "conversation."
     )
-    if conversation.text:
-        show(conversation.text + "\n")
+    if before := conversation.text or (f"> {message}" if message else ""):
+        show(before + "\n")
     seconds = 0.0
-    while (text := _ask()) is not None:
-        started, end = time.perf_counter(), "\n"
+    while (text := message or _ask()) is not None:
+        started, end, message = time.perf_counter(), "\n", ""
+        if conversation.chat and not text:
+            continue
         try:
             conversation.add(text)
             for answer in conversation.answer(max_new_tokens):

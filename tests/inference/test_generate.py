@@ -98,10 +98,12 @@ def test_the_penalty_makes_what_was_seen_less_likely_whatever_the_sign_of_its_lo
     assert torch.equal(probabilities_of(logits, SamplingConfig(repetition_penalty=1.5)), before)
 
 
-def test_what_was_read_is_seen_but_not_the_end_of_a_text():
+def test_what_was_read_is_seen_but_not_what_ends_a_text():
     texts, _ = read(make_gpt(), torch.tensor([[49, 3, 4, 3], [49, 7, 49, 8]]), 50)
     texts, _ = read(make_gpt(), torch.tensor([[5], [9]]), 50, texts)
     assert [row.nonzero()[:, 0].tolist() for row in texts.seen] == [[3, 4, 5], [7, 8, 9]]
+    texts, _ = read(make_gpt(), torch.tensor([[49, 3, 48, 4]]), 50, end_ids=[48, 49])
+    assert texts.seen.nonzero()[:, 1].tolist() == [3, 4]
 
 
 def test_temperature_0_takes_the_most_likely():

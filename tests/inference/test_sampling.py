@@ -14,17 +14,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from texts import BYTES, CHAT
 
 from common.console import say_once, show
 from common.settings import UserError, decode
 from data.text_stream import TextStream
-from data.tokenizer import BytesConfig, RankTokenizer, build_tokenizer
+from data.tokenizer import RankTokenizer
 from inference.engine import Engine, stream
 from inference.generation import Generation
 from inference.prefill import Request
 from inference.sample import Conversation, SampleConfig, converse, read_prompts, run_sampling, say_rate
 from inference.sampling import SamplingConfig
 from model.gpt import GPT
+from model.state import state_bytes
+from tools.convert.new_run import begin_with
 from trainer.checkpoint import newest
 from trainer.loop import fit
 
@@ -32,7 +35,6 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
 
 ROOT = Path(__file__).resolve().parents[2]
 ODD_PROMPT = """def f("a", 'b'): ${x} ${oc.env:HOME} {[(=,\\ ~$\n\té日🙂 #"""
-BYTES = build_tokenizer(BytesConfig(name="bytes"))
 EOT = BYTES.eot_id
 LEARNED = {"model.position": {"name": "learned", "max_len": 16}}
 
@@ -45,7 +47,7 @@ def run_dir(run_of):
 @pytest.fixture
 def gpt(tiny):
     torch.manual_seed(0)
-    return GPT(tiny().model).double().eval()
+    return GPT(tiny({"model.n_vocab": CHAT.n_vocab}).model).double().eval()
 
 
 def make_config(**changes):
@@ -98,7 +100,7 @@ def test_stop_strings_do_not_depend_on_where_tokens_end(n_characters):
 
 
 def completion(prompt, seed=1, max_tokens=10, stop=(), sampling=SamplingConfig()):  # noqa: B008
-    return Generation(Request((EOT, *BYTES.encode(prompt)), max_tokens, sampling, seed, tuple(stop)), BYTES)
+    return Generation(Request((EOT, *BYTES.encode(prompt)), max_tokens, sampling, seed, tuple(stop)), CHAT)
 
 
 def draw_these(monkeypatch, ids):
@@ -113,7 +115,7 @@ def continued(gpt, monkeypatch):
 
     def run(ids, max_new_tokens=200, stop=()):
         draw_these(monkeypatch, ids)
-        text, engine = completion("x", 1, max_new_tokens, stop), Engine(gpt, 257, 1)
+        text, engine = completion("x", 1, max_new_tokens, stop), Engine(gpt, CHAT.n_vocab, 1)
         engine.submit([text])
         assert "".join(stream(engine, text)) == text.text
         return text
@@ -126,6 +128,8 @@ def continued(gpt, monkeypatch):
     [
         ([*b"ab", EOT, *b"cd"], {}, "ab", 2, "end_of_text"),
         ([EOT], {}, "", 0, "end_of_text"),
+        ([*b"ab", CHAT.end_id, *b"cd"], {}, "ab", 2, "stop"),
+        ([*b"a", CHAT.assistant_id, *b"b"], {"max_new_tokens": 3}, "ab", 3, "length"),
         (b"abcdef", {"max_new_tokens": 3}, "abc", 3, "length"),
         (b"abcdef", {"stop": ["xx", "de"]}, "abc", 5, "stop"),
         (b"ab", {"stop": ["bc"], "max_new_tokens": 2}, "ab", 2, "length"),
@@ -150,7 +154,8 @@ def assert_has_read(conversation, gpt, ids):
     conversation.add("")
     with torch.no_grad():
         expected = gpt(torch.tensor([[EOT, *ids]]))[:, -1]
-    torch.testing.assert_close(conversation.request.before.logits, expected, rtol=0, atol=1e-11)
+    logits = conversation.request.before.logits
+    torch.testing.assert_close(logits, expected[:, : logits.shape[1]], rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("attention", ["log_space", "softmax", "sliding_window"])
@@ -167,6 +172,33 @@ def test_the_model_has_read_what_was_shown(tiny, monkeypatch, attention):
     assert talk.ended
     assert_has_read(talk, gpt, [*b"abcdENxyzpq", EOT])
     assert talk.text == "abcdENxyzpq"
+
+
+def test_every_answer_is_closed_before_the_next_message(gpt, monkeypatch):
+    """However it ended: by the model, by the end of a text, cut within a character, or at once."""
+    draw_these(monkeypatch, [*b"cd", CHAT.end_id, *b"e", EOT, *b"fgh\xe6", CHAT.end_id])
+    talk, read, answers = Conversation(gpt, CHAT, Request((EOT,))), [], [(9, "cd"), (9, "e"), (2, "fg"), (2, "h"), (9, "")]
+    for n, answer in answers:
+        talk.add("é?")
+        assert "".join(talk.answer(n)) == answer
+        assert not talk.ended
+        read += CHAT.encode_chat([("user", "é?"), ("assistant", answer)])
+        assert_has_read(talk, gpt, read)
+    assert talk.text == "\n".join(f"> é?\n{answer}" for _, answer in answers)
+
+
+def test_a_turn_of_a_conversation_reads_what_it_adds_and_its_state_does_not_grow(gpt, monkeypatch):
+    draw_these(monkeypatch, itertools.cycle([*b"cd", CHAT.end_id]))
+    lengths, sizes, forward = [], [], gpt.forward
+    monkeypatch.setattr(gpt, "forward", lambda ids, *a, **k: (lengths.append(ids.shape[1]), forward(ids, *a, **k))[1])
+    talk = Conversation(gpt, CHAT, Request((EOT,)))
+    for _ in range(3):
+        lengths.clear()
+        talk.add("x" * 700)
+        assert "".join(talk.answer(9)) == "cd"
+        sizes.append(state_bytes(talk.request.before))
+    assert sum(lengths) == 3 + 702 + 2  # the last answer with its end, a message between two markers, "c" and "d"
+    assert len(set(sizes)) == 1
 
 
 def test_who_stops_listening_ends_the_answer_there(gpt, monkeypatch):
@@ -359,6 +391,22 @@ def test_what_is_interrupted_is_kept(run_dir, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert out == "xabc\n"
     assert "written to " in err
+
+
+def test_a_chat_model_answers_messages_and_another_says_what_it_does(command, run_dir, gpt, tmp_path, monkeypatch):
+    begin_with(gpt, CHAT, tmp_path / "chat", seq_len=16, batch_tokens=64)
+    shown = []
+    for run, ids in [(tmp_path / "chat", [*b"5", CHAT.end_id, *b"6", CHAT.end_id]), (run_dir, [*b"5", EOT, *b"6", EOT])]:
+        draw_these(monkeypatch, ids)
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n4+2?\n" if "chat" in str(run) else "4+2?"))
+        shown.append(command("sample", f"checkpoint={run}", "runtime.device=cpu", "interactive=true", "prompt=2+3?"))
+        assert shown[-1].status == 0, shown[-1].err
+    chat, plain = shown
+    assert chat.out == "> 2+3?\n5\n6\n"
+    assert (tmp_path / "chat" / "sample.txt").read_text() == "> 2+3?\n5\n> 4+2?\n6\n"
+    assert "Type a message, and the model answers. End a line" in chat.err
+    assert plain.out.startswith("2+3?\n5")
+    assert "this model continues texts and does not answer: train.py experiment=chat makes one" in plain.err
 
 
 def test_a_conversation_can_come_through_a_pipe(command, run_dir, monkeypatch):

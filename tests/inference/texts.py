@@ -2,10 +2,12 @@
 
 import torch
 
+from data.chat import ChatTokenizer
 from data.tokenizer import BytesConfig, build_tokenizer
 from inference.generation import Generation
 
 BYTES = build_tokenizer(BytesConfig(name="bytes"))
+CHAT = ChatTokenizer(BYTES)
 
 
 class Recorded(Generation):
