@@ -92,19 +92,27 @@ class ChatTokenizer(Tokenizer):
 
 
 def parse_messages(messages: Any) -> list[tuple[str, str]]:
-    """Return (role, text) of each message, as OpenAI writes them: [{"role": "user", "content": "Hello"}].
-
-    A developer's message is one of the system; a content in parts is joined.
+    """Return (role, text) of each message of a conversation to learn from, whose answers are not empty.
 
     Raises:
         UserError: they are something else. Its message is the same for all conversations with this mistake.
     """
     if not isinstance(messages, list):
         raise UserError("messages is not a list")
-    return [_parsed(message) for message in messages]
+    parsed = [parse_message(message) for message in messages]
+    if any(role == "assistant" and not text.strip() for role, text in parsed):
+        raise UserError("an empty answer")
+    return parsed
 
 
-def _parsed(message: Any) -> tuple[str, str]:
+def parse_message(message: Any) -> tuple[str, str]:
+    """Return (role, text) of a message, as OpenAI writes it: {"role": "user", "content": "Hello"}.
+
+    A developer's message is one of the system; a content in parts is joined.
+
+    Raises:
+        UserError: it is something else.
+    """
     role = message.get("role") if isinstance(message, dict) else None
     role = "system" if role == "developer" else role
     if role in _TOOLS or (role == "assistant" and message.get("tool_calls")):
@@ -116,6 +124,4 @@ def _parsed(message: Any) -> tuple[str, str]:
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str):
         raise UserError("a message whose content is not text")
-    if role == "assistant" and not content.strip():
-        raise UserError("an empty answer")
     return role, content

@@ -10,9 +10,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from common.settings import UserError
+from common.settings import Settings, UserError
+from data.chat import ChatTokenizer
 from inference.server.completions import Served, check_model, complete, refused
-from inference.server.protocol import CompletionRequest
+from inference.server.protocol import ChatRequest, CompletionRequest
 from inference.server.responses import ApiError
 
 PAGE = Path(__file__).parent / "page"
@@ -21,14 +22,13 @@ _SAFE = {  # the page loads nothing from other sites, and other sites cannot emb
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
-_PATHS = "there are POST /v1/completions, and GET /, /v1/models and /health"
+_PATHS = "there are POST /v1/completions and /v1/chat/completions, and GET /, /v1/models and /health"
 
 
 def create_app(served: Served) -> FastAPI:
     """The application; the caller starts and stops its worker."""
     app = FastAPI(title=f"log-gpt: {served.name}", docs_url=None, redoc_url=None)
-    if served.hosts is not None:
-        app.add_middleware(Guard, hosts=served.hosts)
+    app.add_middleware(Guard, hosts=served.hosts)
 
     @app.exception_handler(ApiError)
     @app.exception_handler(UserError)
@@ -37,10 +37,8 @@ def create_app(served: Served) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def _no_route(request: Request, error: HTTPException) -> Response:
-        path = request.url.path
-        is_chat = "this model has no chat format: use /v1/completions, which continues a prompt"
-        detail = is_chat if path.startswith("/v1/chat/") else f"{error.detail}: {_PATHS}"
-        return response(ApiError(error.status_code, f"{request.method} {path}: {detail}"))
+        what = f"{request.method} {request.url.path}: {error.detail}: {_PATHS}"
+        return response(ApiError(error.status_code, what))
 
     @app.exception_handler(Exception)
     async def _failed(_: Request, error: Exception) -> Response:
@@ -70,11 +68,17 @@ def create_app(served: Served) -> FastAPI:
         check_model(name, served)
         return _model(served)
 
-    body = {"required": True, "content": {"application/json": {"schema": CompletionRequest.model_json_schema()}}}
+    def extra(kind: type[Settings]) -> dict[str, Any]:
+        schema = {"application/json": {"schema": kind.model_json_schema()}}
+        return {"requestBody": {"required": True, "content": schema}}
 
-    @app.post("/v1/completions", openapi_extra={"requestBody": body})
+    @app.post("/v1/completions", openapi_extra=extra(CompletionRequest))
     async def completions(http: Request) -> Response:
-        return await complete(http, served)
+        return await complete(http, served, CompletionRequest)
+
+    @app.post("/v1/chat/completions", openapi_extra=extra(ChatRequest))
+    async def chat(http: Request) -> Response:
+        return await complete(http, served, ChatRequest)
 
     return app
 
@@ -85,14 +89,17 @@ def response(error: ApiError) -> Response:
 
 
 class Guard:
-    """Answers only requests that use one of this server's own names, on all paths."""
+    """Answers only requests that use one of this server's own names, on all paths; and HEAD, like GET."""
 
-    def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, hosts: frozenset[str] | None) -> None:
+        """`hosts`: these names; None: any."""
         self._app, self._hosts = app, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle or refuse a request."""
-        refusal = _refusal(Request(scope), self._hosts) if scope["type"] == "http" else None
+        refusal = _refusal(Request(scope), self._hosts) if self._hosts and scope["type"] == "http" else None
+        if scope.get("method") == "HEAD":  # uvicorn leaves out the body
+            scope = {**scope, "method": "GET"}
         await (response(refusal) if refusal else self._app)(scope, receive, send)
 
 
@@ -112,5 +119,6 @@ def _model(served: Served) -> dict[str, Any]:
         "max_prompt_tokens": served.limits.max_prompt_tokens,
         "max_tokens": served.limits.max_tokens,
         "max_model_len": served.worker.engine.gpt.config.max_len,
+        "chat": isinstance(served.tokenizer, ChatTokenizer),
     }
     return {"id": served.name, "object": "model", "created": 0, "owned_by": "log-gpt"} | limits

@@ -17,15 +17,17 @@ from starlette.requests import ClientDisconnect
 from common.console import count, print_error
 from common.files import parse_json
 from common.settings import UserError, decode, nearest
+from data.chat import ChatTokenizer
 from data.tokenizer import Tokenizer
 from inference.generation import Generation, Update
 from inference.server.config import ServeConfig
-from inference.server.protocol import KEYS, CompletionRequest, requests_of
-from inference.server.responses import ApiError, CompletionResponse
+from inference.server.protocol import KEYS, ChatRequest, CompletionRequest, requests_of
+from inference.server.responses import ApiError, ChatResponse, CompletionResponse
 from inference.server.worker import Worker
 
 _LARGEST_BODY = 2**24  # bytes
 
+AnyRequest = CompletionRequest | ChatRequest
 Updates = AsyncIterator[tuple[int, Update]]
 """What is new in the generations of a request, each with its generation's index."""
 
@@ -42,17 +44,14 @@ class Served:
     """Host names that browsers may use for this server; None: any."""
 
 
-async def complete(http: Request, served: Served) -> Response:
-    """Answer a request for completions, whole or as a stream."""
-    request = await read_request(http)
+async def complete(http: Request, served: Served, kind: type[AnyRequest]) -> Response:
+    """Answer a request for completions, or for the answer of a chat, whole or as a stream."""
+    request = await read_request(http, kind)
     if request.model is not None:
         check_model(request.model, served)
-    n_texts, most = len(request.prompt) * request.n, served.worker.max_texts
-    if n_texts > most:
-        asked = f"n={request.n} for each of {count(len(request.prompt), 'prompt')}"
-        raise refused(f"{asked} are {n_texts} texts: this server takes at most {most} at once")
     generations = await run_in_threadpool(_generations, request, served)
-    response = CompletionResponse(served.name, generations, served.tokenizer, request.n)
+    respond = ChatResponse if kind is ChatRequest else CompletionResponse
+    response = respond(served.name, generations, served.tokenizer, request.n)
     updates = updates_of(generations, served, http)
     if not request.stream:
         async for _ in updates:
@@ -63,36 +62,47 @@ async def complete(http: Request, served: Served) -> Response:
     return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-def _generations(request: CompletionRequest, served: Served) -> list[Generation]:
-    requests = requests_of(request, served.tokenizer, served.limits)
+def _generations(request: AnyRequest, served: Served) -> list[Generation]:
+    tokenizer, engine, key = served.tokenizer, served.worker.engine, "prompt"
+    if isinstance(request, ChatRequest):
+        if not isinstance(tokenizer, ChatTokenizer):
+            how = "/v1/completions continues a prompt, and train.py experiment=chat makes a model that answers"
+            raise refused(f"messages are for chat models, which this is not: {how}")
+        key = "messages"
+        request = request.as_completion(tokenizer, served.limits.max_tokens, engine.gpt.config.max_len)
+    n_texts, most = len(request.prompt) * request.n, served.worker.max_texts
+    if n_texts > most:
+        asked = f"n={request.n} for each of {count(len(request.prompt), 'prompt')}"
+        raise refused(f"{asked} are {n_texts} texts: this server takes at most {most} at once")
+    requests = requests_of(request, tokenizer, served.limits, key)
     try:
-        served.worker.engine.check(max(requests, key=lambda one: one.n_read))
+        engine.check(max(requests, key=lambda one: one.n_read))
     except UserError as error:
-        raise ApiError(400, str(error), "context_length_exceeded", "prompt") from None
+        raise ApiError(400, str(error), "context_length_exceeded", key) from None
     return [Generation(one, served.tokenizer) for one in requests]
 
 
-async def read_request(http: Request) -> CompletionRequest:
+async def read_request(http: Request, kind: type[AnyRequest]) -> AnyRequest:
     """Read and decode a request's body.
 
     Raises:
         ApiError: the body is too large, or not a valid request.
         ClientDisconnect: the client closed the connection before sending all of it.
     """
-    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # browsers do not let other sites' pages send it
-        raise ApiError(415, f"Content-Type is {kind or 'missing'}: send JSON, with Content-Type: application/json")
+    sent = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if sent != "application/json":  # browsers do not let other sites' pages send it
+        raise ApiError(415, f"Content-Type is {sent or 'missing'}: send JSON, with Content-Type: application/json")
     body = bytearray()
     async for chunk in http.stream():
         body += chunk
         if len(body) > _LARGEST_BODY:
             raise ApiError(413, f"the body is larger than {_LARGEST_BODY:,} bytes: send less at once")
-    return await run_in_threadpool(_decoded, bytes(body))
+    return await run_in_threadpool(_decoded, bytes(body), kind)
 
 
-def _decoded(body: bytes) -> CompletionRequest:
+def _decoded(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
     try:
-        return decode(CompletionRequest, parse_json(body))
+        return decode(kind, parse_json(body))
     except ValueError as error:
         what = "" if isinstance(error, UserError) else "the body is not JSON: "
         raise refused(what + str(error).replace("config ", "", 1)) from None
@@ -100,7 +110,7 @@ def _decoded(body: bytes) -> CompletionRequest:
 
 def refused(message: str) -> ApiError:
     """The error for a wrong request, with the key that the message begins with."""
-    found = re.match(r"(?:unknown key ')?(\w+)", message)
+    found = re.match(r"(?:(?:unknown )?key ')?(\w+)", message)
     known = found and (found[1] != found[0] or found[1] in KEYS)
     return ApiError(400, message, param=found[1] if found and known else None)
 

@@ -1,15 +1,17 @@
-"""The body of a request to /v1/completions: OpenAI's keys, our own sampling settings, and the server's limits.
+"""The bodies of requests to /v1/completions and /v1/chat/completions: OpenAI's keys, our own sampling settings, and the
+server's limits.
 
-https://platform.openai.com/docs/api-reference/completions
+https://platform.openai.com/docs/api-reference/completions, https://platform.openai.com/docs/api-reference/chat
 """
 
 import secrets
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, TypeAdapter, WithJsonSchema, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, WithJsonSchema, field_validator, model_validator
 
 from common.settings import Settings, UserError
+from data.chat import ChatTokenizer, parse_message
 from data.tokenizer import Tokenizer
 from inference.prefill import Request
 from inference.sampling import SamplingConfig
@@ -21,7 +23,11 @@ _NOT_OFFERED = {
     "frequency_penalty": "use repetition_penalty",
     "logit_bias": "leave it out",
     "suffix": "leave it out",
+    "tools": "leave it out",
+    "response_format": "leave it out",
 }
+_Message = Annotated[tuple[str, str], BeforeValidator(parse_message)]
+_MESSAGES = TypeAdapter(list[dict[str, Any]]).json_schema()
 _PROMPT = TypeAdapter(str | list[str] | list[int] | list[list[int]]).json_schema()  # one prompt is a list of one here
 
 
@@ -30,19 +36,17 @@ class StreamOptions(Settings):
 
     include_usage: bool = False
     """Whether a last chunk has the token counts."""
+    include_obfuscation: bool = False
+    """Ignored: chunks have no padding."""
 
 
-class CompletionRequest(SamplingConfig):
-    """A request. A key that is null has its default."""
+class _Shared(SamplingConfig):
+    """What both kinds of requests have. A key that is null has its default."""
 
     model_config = ConfigDict(strict=True)
 
     model: str | None = None
     """The name that /v1/models gives."""
-    prompt: Annotated[list[str] | list[list[int]], WithJsonSchema(_PROMPT)] = Field([""])
-    """A text to continue, or its token ids, or a list of either; empty: a text from its beginning."""
-    max_tokens: int = Field(16, ge=0)
-    """Longest continuation; a text may end before. 0 with echo: only the prompt."""
     n: int = Field(1, ge=1)
     """Continuations of each prompt; number i has seed + i."""
     seed: int | None = Field(None, ge=0, lt=2**62)
@@ -52,10 +56,6 @@ class CompletionRequest(SamplingConfig):
     stream: bool = False
     """Send the text in chunks, as server-sent events."""
     stream_options: StreamOptions = StreamOptions()
-    logprobs: int | None = Field(None, ge=0, le=20)
-    """Report each token's log-probability and this many of the most likely tokens in its place; null: neither."""
-    echo: bool = False
-    """Whether the answer begins with the prompt."""
 
     @model_validator(mode="before")
     @classmethod
@@ -70,15 +70,6 @@ class CompletionRequest(SamplingConfig):
             raise ValueError("best_of is not supported: use n only")
         return given
 
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _list_prompts(cls, prompt: Any) -> Any:
-        prompts = [prompt] if isinstance(prompt, str) or _are_ids(prompt) else prompt
-        several = prompts if isinstance(prompts, list) and prompts else [None]
-        if not (all(isinstance(one, str) for one in several) or all(map(_are_ids, several))):
-            raise ValueError("give a text, a list of token ids, a list of texts or a list of lists of token ids")
-        return prompts
-
     @field_validator("stop")
     @classmethod
     def _check_stop(cls, stop: str | list[str]) -> list[str]:
@@ -88,7 +79,59 @@ class CompletionRequest(SamplingConfig):
         return stops
 
 
-KEYS = {*CompletionRequest.model_fields, *_NOT_OFFERED, "best_of"}
+class CompletionRequest(_Shared):
+    """A request to continue prompts."""
+
+    prompt: Annotated[list[str] | list[list[int]], WithJsonSchema(_PROMPT)] = Field([""])
+    """A text to continue, or its token ids, or a list of either; empty: a text from its beginning."""
+    max_tokens: int = Field(16, ge=0)
+    """Longest continuation; a text may end before. 0 with echo: only the prompt."""
+    logprobs: int | None = Field(None, ge=0, le=20)
+    """Report each token's log-probability and this many of the most likely tokens in its place; null: neither."""
+    echo: bool = False
+    """Whether the answer begins with the prompt."""
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _list_prompts(cls, prompt: Any) -> Any:
+        prompts = [prompt] if isinstance(prompt, str) or _are_ids(prompt) else prompt
+        several = prompts if isinstance(prompts, list) and prompts else [None]
+        if not (all(isinstance(one, str) for one in several) or all(map(_are_ids, several))):
+            raise ValueError("give a text, a list of token ids, a list of texts or a list of lists of token ids")
+        return prompts
+
+
+class ChatRequest(_Shared):
+    """A request for the next answer of a conversation."""
+
+    messages: Annotated[list[_Message], Field(min_length=1), WithJsonSchema(_MESSAGES)]
+    """The conversation so far: [{"role": "user", "content": "Hello"}]."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Longest answer; null: as the server and the model allow."""
+    max_completion_tokens: int | None = Field(None, ge=1)
+    """The newer name of max_tokens."""
+    logprobs: bool = False
+    """Report each token's log-probability."""
+    top_logprobs: int = Field(0, ge=0, le=20)
+    """Report this many of the most likely tokens in each token's place, too."""
+
+    def as_completion(self, tokenizer: ChatTokenizer, most: int, max_len: int | None) -> CompletionRequest:
+        """Return the request to continue the conversation's ids.
+
+        `most`, `max_len`: what max_tokens is by default, and the model's learned positions.
+        """
+        ids = tokenizer.encode_chat(self.messages, answer=True)
+        room = most if max_len is None else max(1, min(most, max_len - len(ids)))
+        shared = {key: getattr(self, key) for key in _Shared.model_fields}
+        return CompletionRequest(
+            **shared,
+            prompt=[ids],
+            max_tokens=self.max_completion_tokens or self.max_tokens or room,
+            logprobs=self.top_logprobs if self.logprobs or self.top_logprobs else None,
+        )
+
+
+KEYS = {*CompletionRequest.model_fields, *ChatRequest.model_fields, *_NOT_OFFERED, "best_of"}
 """Keys that a message about a wrong request can begin with."""
 
 
@@ -96,8 +139,12 @@ def _are_ids(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and all(type(token_id) is int for token_id in prompt)
 
 
-def requests_of(request: CompletionRequest, tokenizer: Tokenizer, limits: ServeConfig) -> list[Request]:
+def requests_of(
+    request: CompletionRequest, tokenizer: Tokenizer, limits: ServeConfig, key: str = "prompt"
+) -> list[Request]:
     """What the engine is asked for: n texts for the first prompt, n for the second, ...
+
+    `key`: what the prompts were given as.
 
     Raises:
         UserError: a text is too long, or has invalid token ids.
@@ -111,7 +158,7 @@ def requests_of(request: CompletionRequest, tokenizer: Tokenizer, limits: ServeC
         if wrong := [token_id for token_id in ids if not 0 <= token_id < tokenizer.n_vocab]:
             raise UserError(f"prompt has the token id {wrong[0]}: this model's are 0 to {tokenizer.n_vocab - 1}")
         if len(ids) > limits.max_prompt_tokens:
-            raise UserError(f"prompt has {len(ids)} tokens: this server takes at most {limits.max_prompt_tokens}")
+            raise UserError(f"{key} has {len(ids)} tokens: this server takes at most {limits.max_prompt_tokens}")
         begins = ids[:1] == (tokenizer.eot_id,)  # in training, every text follows the end of another
         one = Request(
             ids if begins else (tokenizer.eot_id, *ids),

@@ -1,4 +1,4 @@
-"""What clients receive, as OpenAI's objects: the responses of /v1/completions, whole or in chunks, and errors."""
+"""What clients receive, as OpenAI's objects: texts or answers of a chat, whole or in chunks, and errors."""
 
 import time
 import uuid
@@ -29,10 +29,12 @@ class ApiError(Exception):
 class CompletionResponse:
     """The response to one request for completions, as one object or in chunks of a stream."""
 
+    _object, _prefix = "text_completion", "cmpl"
+
     def __init__(self, model: str, generations: Sequence[Generation], tokenizer: Tokenizer, n: int) -> None:
         """`generations`: n for each prompt."""
-        kind, name = "text_completion", f"cmpl-{uuid.uuid4().hex}"
-        self._head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
+        name = f"{self._prefix}-{uuid.uuid4().hex}"
+        self._head = {"id": name, "object": self._object, "created": int(time.time()), "model": model}
         self.generations, self._tokenizer, self._n = generations, tokenizer, n
 
     def whole(self) -> dict[str, Any]:
@@ -58,11 +60,15 @@ class CompletionResponse:
         return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
 
     def _choice(self, index: int, new: Generation | Update) -> dict[str, Any]:
-        logprobs = None if self.generations[index].request.n_top is None else self._logprobs(new.tokens)
+        n_top = self.generations[index].request.n_top
+        logprobs = None if n_top is None else self._logprobs(new.tokens, n_top)
         reason = "stop" if new.finish_reason == "end_of_text" else new.finish_reason
-        return {"index": index, "text": new.text, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": index, **self._content(new.text), "logprobs": logprobs, "finish_reason": reason}
 
-    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, list[Any]]:
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _logprobs(self, tokens: Sequence[Token], n_top: int) -> dict[str, list[Any]]:
         names = partial(token_text, tokenizer=self._tokenizer)
         return {
             "tokens": [names(token.id) for token in tokens],
@@ -74,11 +80,49 @@ class CompletionResponse:
         }
 
 
+class ChatResponse(CompletionResponse):
+    """The response to one request for the answer of a chat."""
+
+    _object, _prefix = "chat.completion", "chatcmpl"
+
+    def __init__(self, model: str, generations: Sequence[Generation], tokenizer: Tokenizer, n: int) -> None:
+        """As above."""
+        super().__init__(model, generations, tokenizer, n)
+        self._begun: set[int] = set()  # choices with a chunk
+
+    def chunk(self, index: int, update: Update) -> dict[str, Any]:
+        """The new part of a choice; only its first chunk has the role."""
+        choice = self._choice(index, update)
+        delta = choice.pop("message")
+        if index in self._begun:
+            del delta["role"]
+        self._begun.add(index)
+        return self._head | {"object": "chat.completion.chunk", "choices": [choice | {"delta": delta}]}
+
+    def usage(self) -> dict[str, Any]:
+        """The token counts alone, when all generations have ended."""
+        return super().usage() | {"object": "chat.completion.chunk"}
+
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text}}
+
+    def _logprobs(self, tokens: Sequence[Token], n_top: int) -> dict[str, list[Any]]:
+        def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
+            raw = self._tokenizer.tokens[token_id]
+            return {"token": token_text(token_id, self._tokenizer), "logprob": logprob, "bytes": [*raw]}
+
+        def best(token: Token) -> list[tuple[int, float]]:
+            return sorted(token.top.items(), key=lambda pair: -pair[1])[:n_top]
+
+        tops = [{"top_logprobs": [entry(*pair) for pair in best(token)]} for token in tokens]
+        return {"content": [entry(one.id, one.logprob) | top for one, top in zip(tokens, tops, strict=True)]}
+
+
 def token_text(token_id: int, tokenizer: Tokenizer) -> str:
     """A token as text; incomplete characters are written as OpenAI does, bytes:\\xe6\\x97."""
     if token_id == tokenizer.eot_id:
         return END_OF_TEXT
-    raw = tokenizer.decode_bytes([token_id])
+    raw = tokenizer.tokens[token_id]
     try:
         return raw.decode()
     except UnicodeDecodeError:

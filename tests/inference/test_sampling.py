@@ -177,7 +177,8 @@ def test_the_model_has_read_what_was_shown(tiny, monkeypatch, attention):
 def test_every_answer_is_closed_before_the_next_message(gpt, monkeypatch):
     """However it ended: by the model, by the end of a text, cut within a character, or at once."""
     draw_these(monkeypatch, [*b"cd", CHAT.end_id, *b"e", EOT, *b"fgh\xe6", CHAT.end_id])
-    talk, read, answers = Conversation(gpt, CHAT, Request((EOT,))), [], [(9, "cd"), (9, "e"), (2, "fg"), (2, "h"), (9, "")]
+    answers = [(9, "cd"), (9, "e"), (2, "fg"), (2, "h"), (9, "")]
+    talk, read = Conversation(gpt, CHAT, Request((EOT,))), []
     for n, answer in answers:
         talk.add("é?")
         assert "".join(talk.answer(n)) == answer
@@ -396,9 +397,9 @@ def test_what_is_interrupted_is_kept(run_dir, monkeypatch, capsys):
 def test_a_chat_model_answers_messages_and_another_says_what_it_does(command, run_dir, gpt, tmp_path, monkeypatch):
     begin_with(gpt, CHAT, tmp_path / "chat", seq_len=16, batch_tokens=64)
     shown = []
-    for run, ids in [(tmp_path / "chat", [*b"5", CHAT.end_id, *b"6", CHAT.end_id]), (run_dir, [*b"5", EOT, *b"6", EOT])]:
-        draw_these(monkeypatch, ids)
-        monkeypatch.setattr("sys.stdin", io.StringIO("\n4+2?\n" if "chat" in str(run) else "4+2?"))
+    for run, lines, end in [(tmp_path / "chat", "\n4+2?\n", CHAT.end_id), (run_dir, "4+2?\n", EOT)]:
+        draw_these(monkeypatch, [*b"5", end, *b"6", end])
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
         shown.append(command("sample", f"checkpoint={run}", "runtime.device=cpu", "interactive=true", "prompt=2+3?"))
         assert shown[-1].status == 0, shown[-1].err
     chat, plain = shown

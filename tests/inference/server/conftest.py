@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from common.settings import decode
+from data.chat import ChatTokenizer
 from data.tokenizer import BytesConfig, build_tokenizer
 from model.gpt import GPT, GPTConfig
+from tools.convert.new_run import begin_with
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -45,16 +47,8 @@ def make_gpt():
 @pytest.fixture(scope="session")
 def run_dir(make_gpt, tokenizer, tmp_path_factory):
     """A run named "tiny" with such a model, whose texts do not end by themselves."""
-    from trainer.checkpoint import save_checkpoint
-    from trainer.state import TrainState
-
-    gpt, path = make_gpt(endless=True), tmp_path_factory.mktemp("runs") / "tiny"
-    path.mkdir()
-    sizes = {"step": 1, "seed": 1, "seq_len": 16, "batch_tokens": 16}
-    data = {"dataset_dir": Path("none"), "dataset_fingerprint": "none"}
-    state = TrainState(run_id="tiny", model=gpt.config, **sizes, **data)
-    tensors = {"model": {name: value.detach() for name, value in gpt.state_dict().items()}}
-    save_checkpoint(path, tensors | {"optimizer": {}, "random": {}}, state, tokenizer)
+    path = tmp_path_factory.mktemp("runs") / "tiny"
+    begin_with(make_gpt(endless=True), tokenizer, path, seq_len=16, batch_tokens=16)
     return path
 
 
@@ -98,13 +92,21 @@ def serve(run_dir):
         pytest.importorskip(package, reason="the server's packages are not installed: pip install -e '.[serve]'")
     started = []
 
-    def start(*options):
+    def start(*options, run_dir=run_dir):
         started.append(Server(run_dir, *options))
         return started[-1]
 
     yield start
     for server in started:
         server.kill()
+
+
+@pytest.fixture(scope="session")
+def chat_served(serve, make_gpt, tokenizer, tmp_path_factory):
+    """The server of a model with markers."""
+    path = tmp_path_factory.mktemp("runs") / "talker"
+    begin_with(make_gpt(n_vocab=261, endless=True), ChatTokenizer(tokenizer), path, seq_len=16, batch_tokens=16)
+    return serve("max_prompt_tokens=2000", run_dir=path)
 
 
 @pytest.fixture(scope="session")

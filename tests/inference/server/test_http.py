@@ -17,9 +17,11 @@ import torch
 from printed import assert_one_line
 
 from cli.help import help_of
+from data.chat import ChatTokenizer
+from data.tokenizer import BytesConfig, build_tokenizer
 from inference.engine import Engine, generate
 from inference.generation import Generation
-from inference.prefill import Request
+from inference.prefill import CHUNK, Request
 from inference.sampling import SamplingConfig
 
 pytest.importorskip("fastapi", reason="the server's packages are not installed: pip install -e '.[serve]'")
@@ -27,11 +29,12 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from inference.server.completions import _generations, stream
-from inference.server.protocol import CompletionRequest
+from inference.server.protocol import ChatRequest, CompletionRequest
 from inference.server.responses import ApiError, CompletionResponse
 from inference.server.serve import _Connection
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed: pip install -e '.[dev]'")
+CHAT = ChatTokenizer(build_tokenizer(BytesConfig(name="bytes")))
 FOREVER = {"max_tokens": 100_000, "temperature": 0, "repetition_penalty": 1}
 
 
@@ -67,19 +70,25 @@ def events(lines):
     raise AssertionError("no [DONE]")
 
 
-def streamed(client, **body):
-    with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+def streamed(client, path="/v1/completions", **body):
+    with client.stream("POST", path, json=body | {"stream": True}) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         return list(events(response.iter_lines()))
 
 
 def expected(gpt, prompt, n, seed=None, **sampling):
     """The continuation by `generate`."""
-    ids = torch.tensor([[256, *prompt.encode()]])
-    generators = [torch.Generator().manual_seed(seed or 0)]
-    tokens = generate(gpt, ids, n_vocab=257, sampling=SamplingConfig(**sampling), generators=generators)
-    drawn = [int(token.item()) for token in islice(tokens, n)]
+    drawn = drawn_by(gpt, [*prompt.encode()], n, seed, **sampling)
     return bytes(takewhile(lambda token: token < 256, drawn)).decode(errors="replace")
+
+
+def drawn_by(gpt, ids, n, seed=None, **sampling):
+    generators, sampling = [torch.Generator().manual_seed(seed or 0)], SamplingConfig(**sampling)
+    ids, options = torch.tensor([[256, *ids]]), {"n_vocab": gpt.config.n_vocab, "eot_id": 256}
+    return [
+        int(token.item())
+        for token in islice(generate(gpt, ids, sampling=sampling, generators=generators, **options), n)
+    ]
 
 
 def test_a_completion_is_what_the_model_generates(client, make_gpt):
@@ -107,7 +116,7 @@ def test_a_conversation_reads_its_beginning_once(client, make_gpt):
 
 def test_a_prompt_for_which_there_is_no_memory_is_refused(monkeypatch, make_gpt, tokenizer):
     monkeypatch.setattr("inference.engine.available_memory", lambda: 10**6)
-    worker = SimpleNamespace(engine=Engine(make_gpt("softmax", "rotary"), 257, 1))
+    worker = SimpleNamespace(engine=Engine(make_gpt("softmax", "rotary"), 257, 1), max_texts=2)
     limits = SimpleNamespace(max_tokens=100, max_prompt_tokens=10**6)
     served = SimpleNamespace(tokenizer=tokenizer, limits=limits, worker=worker)
     assert len(_generations(CompletionRequest(prompt=["a" * 100]), served)) == 1
@@ -243,17 +252,20 @@ def test_other_errors_have_that_form_too(client):
 
     check(404, client.post("/v1/completions", json={"model": "tinny"}), "did you mean 'tiny'?", "model")
     check(404, client.get("/v1/models/other"), "the model 'other' does not exist", "model")
-    check(404, client.post("/v1/chat/completions", json={}), "no chat format: use /v1/completions")
-    check(404, client.get("/v1/nothing"), "Not Found: there are POST /v1/completions, and GET /, /v1/models")
-    check(405, client.get("/v1/completions"), "Method Not Allowed: there are POST /v1/completions")
+    chat = client.post("/v1/chat/completions", json={"messages": TALK})
+    check(400, chat, "messages are for chat models, which this is not: /v1/completions continues a prompt", "messages")
+    paths = "there are POST /v1/completions and /v1/chat/completions, and GET /, /v1/models"
+    check(404, client.get("/v1/nothing"), f"Not Found: {paths}")
+    check(405, client.get("/v1/completions"), f"Method Not Allowed: {paths}")
     check(415, client.post("/v1/completions", content=b"{}"), "Content-Type is missing: send JSON")
     check(413, client.post("/v1/completions", json={"prompt": "x" * 2**24}), "larger than 16,777,216 bytes")
 
 
-def test_models_are_listed(client):
+def test_models_are_listed(client, chat_client):
     listed = client.get("/v1/models").json()
     assert [model["id"] for model in listed["data"]] == ["tiny"]
     assert client.get("/v1/models/tiny").json() == listed["data"][0]
+    assert [listed["data"][0]["chat"], chat_client.get("/v1/models").json()["data"][0]["chat"]] == [False, True]
     schema = client.get("/openapi.json").json()["paths"]["/v1/completions"]["post"]["requestBody"]
     assert "min_p" in schema["content"]["application/json"]["schema"]["properties"]
 
@@ -272,10 +284,108 @@ def test_requests_by_another_name_or_from_another_site_are_refused(client):
 
 def test_the_page_needs_nothing_from_elsewhere(client):
     for path, kind in (("/", "text/html"), ("/page.js", "javascript"), ("/page.css", "text/css")):
-        response = client.get(path)
+        response, head = client.get(path), client.head(path)
+        assert (head.status_code, head.headers["content-length"], head.text) == (200, str(len(response.content)), "")
         assert kind in response.headers["content-type"]
         assert "default-src 'self'" in response.headers["content-security-policy"]
         assert "//" not in response.text.replace("// ", "")
+
+
+# Chats
+
+
+@pytest.fixture(scope="module")
+def chat_client(chat_served):
+    with httpx.Client(base_url=chat_served.url, timeout=60) as client:
+        yield client
+
+
+CHATS = "/v1/chat/completions"
+TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "2+3?"}]}]
+
+
+def answer(client, **body):
+    response = client.post(CHATS, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_answer_is_what_the_model_generates_to_its_end_marker(chat_client, make_gpt, seed):
+    sampling = {"temperature": 2.0, "top_p": 0.99}
+    said = answer(chat_client, model="talker", messages=TALK, max_completion_tokens=300, seed=seed, **sampling)
+    ids = CHAT.encode_chat([("system", "Be brief."), ("user", "2+3?")], answer=True)
+    drawn = drawn_by(make_gpt(n_vocab=261, endless=True), ids, 300, seed, **sampling)
+    drawn, ended = drawn[: (end := drawn.index(260) + 1 if 260 in drawn else 300)], 260 in drawn
+    message = {"role": "assistant", "content": CHAT.decode_bytes(drawn).decode(errors="replace")}
+    reason = "stop" if ended else "length"
+    assert said["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": reason}]
+    assert (said["object"], said["model"], said["id"][:9]) == ("chat.completion", "talker", "chatcmpl-")
+    usage = {"prompt_tokens": len(ids), "completion_tokens": end, "total_tokens": len(ids) + end}
+    assert said["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
+
+
+def test_a_stream_of_a_chat_says_the_same_in_pieces(chat_client):
+    body = {"messages": TALK, "max_tokens": 40, "seed": 3, "n": 2, "logprobs": True, "top_logprobs": 2, "user": "me"}
+    whole = answer(chat_client, **body)
+    *chunks, last = streamed(
+        chat_client, CHATS, **body, stream_options={"include_usage": True, "include_obfuscation": False}
+    )
+    assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    assert {(chunk["id"], chunk["object"]) for chunk in [*chunks, last]} == {(last["id"], "chat.completion.chunk")}
+    for choice in whole["choices"]:
+        pieces = [piece for chunk in chunks for piece in chunk["choices"] if piece["index"] == choice["index"]]
+        assert "".join(piece["delta"]["content"] for piece in pieces) == choice["message"]["content"]
+        assert [piece["delta"].get("role") for piece in pieces] == ["assistant"] + [None] * (len(pieces) - 1)
+        assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + [choice["finish_reason"]]
+        tokens = choice["logprobs"]["content"]
+        assert [token for piece in pieces for token in piece["logprobs"]["content"]] == tokens
+        assert (
+            b"".join(bytes(token["bytes"]) for token in tokens if token["token"][:2] != "<|").decode(errors="replace")
+            == choice["message"]["content"]
+        )
+        assert all(len(token["top_logprobs"]) == 2 for token in tokens)
+        assert all(token["top_logprobs"][0]["logprob"] >= token["logprob"] for token in tokens)
+
+
+def test_a_turn_reads_what_it_adds_the_last_answer_and_less_than_a_chunk(chat_client):
+    talk, before, limits = [], 0, {"max_tokens": 30, "seed": 1}
+    for turn in range(3):
+        talk.append({"role": "user", "content": f"{turn}: a long question. " * 20})
+        said = answer(chat_client, messages=talk, **limits)
+        talk.append(said["choices"][0]["message"] | {"refusal": None, "tool_calls": None})  # as OpenAI's client has it
+        read, cached = said["usage"]["prompt_tokens"], said["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached == (before + 1) // CHUNK * CHUNK - bool(turn)  # <|endoftext|> is not counted
+        before = read
+    assert before > 4 * CHUNK
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "reason"),
+    [
+        ({}, "messages", "messages' is missing"),
+        ({"messages": "a"}, "messages", "messages='a': give several values in brackets"),
+        ({"messages": []}, "messages", "messages=[]: give 1 or more"),
+        ({"messages": [*TALK, {"role": "critic"}]}, "messages", "messages.2: a message whose role is not system, user"),
+        ({"messages": [{"role": "user", "content": "x" * 2001}]}, "messages", "messages has 2003 tokens: this server"),
+        ({"max_completion_tokens": 10**6}, "max_tokens", "max_tokens=1000000 is too much"),
+        ({"top_logprobs": 21}, "top_logprobs", "top_logprobs=21"),
+        ({"prompt": "a"}, "prompt", "unknown key 'prompt'"),
+        ({"tools": [{}]}, "tools", "tools is not supported: leave it out"),
+    ],
+)
+def test_a_bad_chat_is_told_why(chat_client, body, param, reason):
+    response = chat_client.post(CHATS, json=({"messages": TALK} if body.keys() - {"messages"} else {}) | body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert reason in error["message"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+def test_an_answer_is_as_long_as_the_positions_allow(make_gpt):
+    request = ChatRequest(messages=TALK)
+    for max_len, most in [(None, 4096), (64, 64 - len(CHAT.encode_chat(request.messages, answer=True))), (8, 1)]:
+        assert request.as_completion(CHAT, 4096, max_len).max_tokens == most
 
 
 def open_stream(client, **body):
