@@ -63,7 +63,7 @@ def gates_of(log_f: Tensor) -> Gates:
     if on_cpu and last.amin() > -_REACH[log_f.dtype]:  # a product is faster than a difference and its exponential
         within = start * (-a).exp().to(log_f.dtype).mT
     else:
-        within = (a - a.mT).tril().to(log_f.dtype).exp_()  # above the diagonal it would be infinite
+        within = (a - a.mT).tril_().to(log_f.dtype).exp_()  # above the diagonal it would be infinite
     if reset is not None:
         segment = reset.cumsum(-2)
         last = segment[..., -1:, :]
