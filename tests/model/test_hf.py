@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from test_attention_contract import OWN
 
 from common.settings import decode, variant_names
+from data.chat import ChatTokenizer
 from data.tokenizer import BytesConfig, build_tokenizer
 from model.attention import ATTENTION
 from model.gpt import GPT, GPTConfig
@@ -29,6 +30,7 @@ needs_transformers = pytest.mark.skipif(
     find_spec("transformers") is None, reason="transformers is not installed: pip install -e '.[hf]'"
 )
 BYTES = build_tokenizer(BytesConfig(name="bytes"))
+CHAT = ChatTokenizer(BYTES)
 # Sums of some hundred products of numbers of order 1, in an order that the kernels choose, in float64.
 CLOSE = {"rtol": 0, "atol": 1e-11}
 LENGTHS = (11, 20, 17)
@@ -203,6 +205,15 @@ def test_what_an_export_does_not_return_is_refused(key):
     model = LogGPTForCausalLM(LogGPTConfig(config_of().model_dump(mode="json")))
     with pytest.raises(ValueError, match=f"{key}=True: this model returns logits"):
         model(torch.zeros(1, 2, dtype=torch.int64), **{key: True})
+
+
+def test_an_export_of_a_chat_model_says_how_it_talks(tmp_path):
+    begin_with(GPT(config_of(n_vocab=261)), CHAT, tmp_path / "run", seq_len=16, batch_tokens=64)
+    export(tmp_path / "run", tmp_path / "out")
+    ends = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
+    assert ends == [CHAT.eot_id, CHAT.end_id]
+    assert "<|assistant|>" in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["chat_template"]
+    assert "tokenizer.apply_chat_template(messages," in (tmp_path / "out" / "README.md").read_text()
 
 
 @needs_transformers

@@ -8,10 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.settings import UserError
+from data.chat import ChatTokenizer
 from data.tokenizer import BytesConfig, GPT2Config, RankTokenizer, build_tokenizer
 from tools.convert.hf_tokenizer import read_tokenizer_json, tokenizer_files
 
-tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install -e '.[hf]'")
+pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install -e '.[hf]'")
+import tokenizers
+
+from data.tokenizer_json import HFTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT2_RANKS = ROOT.parent / "shared" / "tokenizer" / "gpt2.tiktoken"
@@ -26,6 +30,7 @@ def theirs(tokenizer):
     return tokenizers.Tokenizer.from_str(json.dumps(tokenizer_files(tokenizer, None)["tokenizer.json"]))
 
 
+SMALL_JSON = tokenizer_files(SMALL, None)["tokenizer.json"]
 SMALL_THEIRS, BYTES_THEIRS = theirs(SMALL), theirs(BYTES)
 
 
@@ -61,7 +66,32 @@ def test_the_end_of_a_text_is_one_token(tokenizer):
     assert other.decode([97, tokenizer.eot_id, 98]) == "ab"
 
 
-@pytest.mark.parametrize("tokenizer", [SMALL, BYTES], ids=["gpt2", "bytes"])
+TALKS = [
+    [("user", " 2 + 3?\n"), ("assistant", "\n5 "), ("user", ""), ("assistant", "é日🙂\n\n")],
+    [("system", " Be brief.\t"), ("user", "aaaa's\n\n")],
+]
+
+
+@pytest.mark.parametrize("inner", [SMALL, BYTES, HFTokenizer(SMALL_JSON)], ids=["gpt2", "bytes", "hf"])
+def test_the_chat_template_gives_our_ids(inner, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[hf]'")
+    tokenizer = ChatTokenizer(inner)
+    for name, content in tokenizer_files(tokenizer, None).items():
+        (tmp_path / name).write_text(json.dumps(content))
+    other = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for talk in TALKS:
+        messages = [{"role": role, "content": text} for role, text in talk]
+        for answer in (False, True):
+            template = other.apply_chat_template(messages, add_generation_prompt=answer, return_dict=False)
+            assert template == [tokenizer.eot_id, *tokenizer.encode_chat(talk, answer)]
+    assert other.decode(template, skip_special_tokens=True) == "".join(text for _, text in talk)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert other.apply_chat_template(parts, return_dict=False)[2:] == tokenizer.encode("ab")
+    with pytest.raises(Exception, match="the roles are system, user and assistant, not tool"):
+        other.apply_chat_template([{"role": "tool", "content": "a"}])
+
+
+@pytest.mark.parametrize("tokenizer", [SMALL, BYTES, ChatTokenizer(SMALL)], ids=["gpt2", "bytes", "chat"])
 def test_what_is_written_is_read_back(tokenizer, tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(tokenizer_files(tokenizer, None)["tokenizer.json"]))

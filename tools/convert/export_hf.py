@@ -14,6 +14,7 @@ from torch import Tensor
 from common.console import say
 from common.files import make_directory, write_json
 from common.settings import UserError, decode
+from data.chat import ChatTokenizer
 from data.tokenizer import Tokenizer
 from model.gpt import GPT, GPTConfig
 from tools.convert.hf_tokenizer import tokenizer_files
@@ -70,7 +71,8 @@ def _write_model(gpt: GPT, tokenizer: Tokenizer, folder: Path) -> bool:
     ids = {"bos_token_id": tokenizer.eot_id, "eos_token_id": tokenizer.eot_id}
     raw = gpt2_config(config) if plain else _own_config(config, gpt.eot_id)
     write_json(folder / "config.json", raw | ids | {"dtype": str(gpt.embed.weight.dtype).removeprefix("torch.")})
-    write_json(folder / "generation_config.json", ids | {"pad_token_id": tokenizer.eot_id})
+    ends = {"eos_token_id": [*tokenizer.end_ids]} if isinstance(tokenizer, ChatTokenizer) else {}
+    write_json(folder / "generation_config.json", ids | ends | {"pad_token_id": tokenizer.eot_id})
     return plain
 
 
@@ -103,7 +105,8 @@ def _own_config(config: GPTConfig, document_start: int | None) -> dict[str, Any]
 def _card(gpt: GPT, tokenizer: Tokenizer, state: TrainState, plain: bool, average: bool) -> str:
     """Return README.md: what the model is, as far as its run knows."""
     config = gpt.config
-    example = (_HERE / f"model_card_{'ids' if tokenizer.name == 'none' else 'text'}.md").read_text(encoding="utf-8")
+    way = "ids" if tokenizer.name == "none" else "chat" if isinstance(tokenizer, ChatTokenizer) else "text"
+    example = (_HERE / f"model_card_{way}.md").read_text(encoding="utf-8")
     return (
         (_HERE / "model_card.md")
         .read_text(encoding="utf-8")

@@ -9,6 +9,7 @@ from pydantic import ConfigDict
 from common.console import warn
 from common.files import read_json
 from common.settings import Settings, UserError, decode
+from data.chat import MARKERS, ChatTokenizer
 from data.tokenizer import END_OF_TEXT, LARGEST_FILE, RankTokenizer, Tokenizer, byte_characters
 
 _HERE = Path(__file__).parent
@@ -21,9 +22,10 @@ def _text(token: bytes) -> str:
 
 def tokenizer_files(tokenizer: Tokenizer, max_len: int | None) -> dict[str, Any]:
     """tokenizer.json and tokenizer_config.json, as plain data. The ids are ours, except in texts with the characters
-    <|endoftext|>, which Hugging Face reads as that token. A word that is a token is never split (ignore_merges), as in
-    tiktoken; padding is on the left, so that prompts of several lengths can be continued together. A vocabulary that
-    came as a tokenizer.json stays as it is. Ids without text (tokenizer=none) have no files.
+    <|endoftext|> or those of a marker, which Hugging Face reads as that token. A word that is a token is never split
+    (ignore_merges), as in tiktoken; padding is on the left, so that prompts of several lengths can be continued
+    together. A vocabulary that came as a tokenizer.json stays as it is, but for the markers of a chat model. Ids
+    without text (tokenizer=none) have no files.
 
     Args:
         max_len: the model's maximum number of tokens; None: no limit.
@@ -31,7 +33,14 @@ def tokenizer_files(tokenizer: Tokenizer, max_len: int | None) -> dict[str, Any]
     if tokenizer.name == "none":
         return {}
     tokenizer_json, settings = (json.loads((_HERE / name).read_text(encoding="utf-8")) for name in _FILES)
-    if isinstance(tokenizer, RankTokenizer):
+    if isinstance(tokenizer, ChatTokenizer):
+        (special,) = tokenizer_json["added_tokens"]
+        tokenizer_json, settings = tokenizer_files(tokenizer.inner, max_len).values()
+        n, template = tokenizer.inner.n_vocab, (_HERE / "chat_template.jinja").read_text(encoding="utf-8")
+        markers = [special | {"id": n + i, "content": marker} for i, marker in enumerate(MARKERS)]
+        tokenizer_json = tokenizer_json | {"added_tokens": [*tokenizer_json["added_tokens"], *markers]}
+        settings["chat_template"] = template.replace("\n", "")
+    elif isinstance(tokenizer, RankTokenizer):
         tokenizer_json["added_tokens"][0]["id"] = tokenizer.eot_id
         for part in ("pre_tokenizer", "decoder"):
             tokenizer_json[part]["use_regex"] = tokenizer.name == "gpt2"
@@ -85,7 +94,7 @@ class _TokenizerJson(_Lenient):
     model: _Model
 
 
-def read_tokenizer_json(path: Path) -> RankTokenizer:
+def read_tokenizer_json(path: Path) -> Tokenizer:
     """Read a GPT-2's tokenizer.json, or one that `tokenizer_files` made.
 
     Raises:
@@ -98,16 +107,19 @@ def read_tokenizer_json(path: Path) -> RankTokenizer:
         raise UserError(f"{path} is not a tokenizer of GPT-2's kind: {error}") from None
 
 
-def _tokenizer(file: _TokenizerJson, path: Path) -> RankTokenizer:
+def _tokenizer(file: _TokenizerJson, path: Path) -> Tokenizer:
     added = {token.content: token.id for token in file.added_tokens}
     eot_id = added.get(END_OF_TEXT)
     if eot_id is None:
         raise UserError(f"it has no token {END_OF_TEXT}")
-    if others := [content for content, id_ in added.items() if id_ > eot_id]:
+    others = [content for content, id_ in added.items() if id_ > eot_id]
+    is_chat = others == [*MARKERS]
+    if others and not is_chat:
         warn(f"{path}: {', '.join(map(repr, others))} will be treated as ordinary text")
     ranks = _ranks(file.model.vocab, eot_id)
     _check_merges(file.model)
-    return RankTokenizer("gpt2" if file.pre_tokenizer.use_regex else "bytes", ranks)
+    tokenizer = RankTokenizer("gpt2" if file.pre_tokenizer.use_regex else "bytes", ranks)
+    return ChatTokenizer(tokenizer) if is_chat else tokenizer
 
 
 def _ranks(vocab: dict[str, int], eot_id: int) -> list[bytes]:
