@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.removed import FILES, removed_key
 from common.settings import CONFIGS, UserError, nearest
-from common.words import in_hydras_grammar, refuse_flag
+from common.words import in_hydras_grammar, refuse_flag, source_for
 
 DEFAULTS = re.compile(r"^defaults:\n( .*\n)*", re.MULTILINE)
 """Hydra's list of the files that a file of configs/ is based on."""
@@ -96,8 +96,7 @@ def refuse_misplaced(option: str, config_name: str, in_sweep: bool, phrase: str)
     if key in by_last and key not in groups:
         raise UserError(f"{option}: write {by_last[key]}={value}")
     if key == "data" and value not in groups.get(key, []) and (Path(value).exists() or set(value) & set("/.*")):
-        source = "jsonl" if ".jsonl" in value else "tokens" if value.endswith((".bin", ".npy")) else "text"
-        raise UserError(f"{option} names a file: write data={source} data.path={value}")
+        raise UserError(f"{option} names a file: write data={source_for(value)} data.path={value}")
     if key == "tokenizer" and value not in groups.get(key, []) and value.endswith((".json", ".tiktoken")):
         kind = "hf" if value.endswith(".json") else "gpt2"
         raise UserError(f"{option} names a file: write tokenizer={kind} tokenizer.path={value}")

@@ -25,12 +25,15 @@ def compose_training(
     continues = "run_dir" in given and not given.keys() & {"experiment", "~"}
     run_dir = Path(os.path.expanduser(str(given.get("run_dir"))))
     own = _settings_of(run_dir) if continues else {}
-    if config_name == "train" and continues and complete and not own and "dataset_dir" not in given:
-        why = "a damaged config.json" if (run_dir / "config.json").exists() else "no run to continue"
-        raise UserError(f"run_dir={given['run_dir']} holds {why}: give experiment=... or dataset_dir=...")
+    is_damaged, trains = (run_dir / "config.json").exists(), config_name == "train"
+    enough = {"dataset_dir"} if trains else {"dataset_dir", "model"}
+    if continues and complete and not own and (not given.keys() & enough or (is_damaged and not trains)):
+        why = "a damaged config.json" if is_damaged else "no run to continue"
+        more = " or dataset_dir=..." if trains else ""
+        raise UserError(f"run_dir={given['run_dir']} holds {why}: give experiment=...{more}")
     if not own:
         composed = to_dict(compose(config_name, options, config_dir), complete)
-        return with_known(composed, options, continues=config_name == "train")
+        return with_known(composed, options, continues=trains)
     variants = [
         f"{group}={name}"
         for group in _VARIANTS

@@ -28,7 +28,7 @@ from cli.compose import compose, explain, read_options, to_dict
 from cli.resume import with_known
 from cli.workers import among_others, let_workers_save, visible_gpus
 from common.console import print_error, say, warn
-from common.files import name_of
+from common.files import name_of, refuse_foreign
 from common.settings import UserError, line_for
 
 Command = Callable[..., float | None]
@@ -83,9 +83,10 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
         def job(_: DictConfig) -> float | None:  # launchers pickle it for other processes and machines
             return _run_job(run, configuration, debug)
 
+        refuse_foreign(b"hydra:", folder / "multirun.yaml", folder / "optimization_results.yaml")
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print over many lines
         sys.argv[1:] = ["-m", *swept.values(), *for_hydra, *for_plugins]
-        for old in folder.glob(f"*/{_ERROR}"):
+        for old in folder.glob(f"*=*/{_ERROR}"):
             old.unlink()
         hydra.main(version_base="1.3", config_path=None, config_name="sweep")(job)()
         if chosen.runtime.choices["hydra/sweeper"] == "optuna":
@@ -109,7 +110,7 @@ def _summarize(folder: Path) -> None:
 
 
 def _failed(folder: Path) -> str:
-    names = sorted(path.parent.name for path in folder.glob(f"*/{_ERROR}"))
+    names = sorted(path.parent.name for path in folder.glob(f"*=*/{_ERROR}"))
     return f": {', '.join(names)}" if names else ""
 
 

@@ -140,6 +140,20 @@ def parse_json(content: bytes) -> Any:
     return value
 
 
+def refuse_foreign(mark: bytes, first: Path, *others: Path) -> None:
+    """Raise UserError if one of the files that a command is about to write exists, and the command did not write it.
+
+    mark: in the first 4,096 bytes of the first file if the command wrote it. Then the others are the command's too.
+    """
+    ours = False
+    if first.exists():
+        with open_file(first) as file:
+            ours = mark in file.read(4096)
+    for path in (first, *others):
+        if path.exists() and not ours:
+            raise UserError(f"{path} exists and is not from this command, which would replace it: rename it")
+
+
 def make_directory(path: Path, key: str) -> Path:
     """Create a folder with its parents and check that it is writable. `key` names the setting in errors."""
     try:

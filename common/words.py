@@ -32,6 +32,12 @@ Items = Annotated[list[T], BeforeValidator(_split)]
 """The type of an option that takes several values: KEY=a,b or KEY=[a,b]."""
 
 
+def source_for(path: str) -> str:
+    """Return the name of what reads a file in data preparation, data=NAME, by the file's name."""
+    readers = {"hf": "(parquet|arrow|csv)$", "jsonl": "(jsonl|ndjson)(\\.\\w+)?$", "tokens": "(bin|npy)$"}
+    return next((name for name, ends in readers.items() if re.search(f"\\.{ends}", path.lower())), "text")
+
+
 def refuse_flag(word: str) -> None:
     """Refuse an option with dashes, and show how it is written here; refuse one that is not text."""
     if re.search("[\udc80-\udcff]", word):  # how Python holds bytes that are not UTF-8; JSON files cannot hold them
@@ -56,6 +62,13 @@ def overrides(settings: Mapping[str, Any]) -> str:
     )
 
 
+def changes_of(changed: Mapping[str, tuple[Any, Any]], before: str) -> list[str]:
+    """Return changed settings, old and new by key, as they are typed: "seed=2 (BEFORE 1)"."""
+    return [
+        f"{key}={in_hydras_grammar(new)} ({before} {in_hydras_grammar(old)})" for key, (old, new) in changed.items()
+    ]
+
+
 def options_of(settings: Mapping[str, Any]) -> list[str]:
     """Return settings as command-line arguments in Hydra's grammar, each as the program gets it."""
     return [f"{key}={in_hydras_grammar(value)}" for key, value in settings.items()]
@@ -71,4 +84,4 @@ def in_hydras_grammar(value: Any) -> str:
         return json.dumps(value)
     if re.fullmatch(r"[\w./-]*[a-z_/]{2}[\w./-]*|[a-zA-Z][\w./-]*", value, re.ASCII) and value.lower() not in _NO_TEXTS:
         return value
-    return "'" + re.sub(r"(\\+)(?='|$)", r"\1\1", value).replace("'", r"\'") + "'"
+    return '"' + re.sub(r'(\\+)(?="|$)', r"\1\1", value).replace('"', r"\"") + '"'

@@ -3,8 +3,6 @@
 import math
 from collections import Counter
 
-import torch
-
 from common.console import count, say, warn
 from data.mixture import epochs
 from model.attention import AttentionConfig
@@ -12,12 +10,11 @@ from trainer.runtime import is_compiled
 from trainer.start import Run
 from trainer.transfer import ratios
 
-_FLOPS_OF_A_CORE = 2.5e10  # in a second, of a CPU that trains a small model
-_LONG_STEP = 60  # seconds
+_JUMP = 0.1  # a rise of the learning rate by so much of its maximum costs loss
 
 
 def announce(run: Run, last: tuple[int, float] | None = None) -> None:
-    """Print what will be trained, and warn if the learning rate jumps or the first step will take minutes.
+    """Print what will be trained, and warn if the learning rate does not go on as it was.
 
     Args:
         last: the last step of a run that goes on, and its learning rate.
@@ -26,11 +23,6 @@ def announce(run: Run, last: tuple[int, float] | None = None) -> None:
         say(line)
     if last is not None:
         _compare_rates(run, *last)
-    speed = torch.get_num_threads() * _FLOPS_OF_A_CORE
-    seconds = run.gpt.flops_per_token(run.config.seq_len) * run.config.tokens(1) / run.world.size / speed
-    if run.world.device.type == "cpu" and seconds > _LONG_STEP:
-        small = "give experiment=quickstart, or model=... and fewer batch_tokens"
-        warn(f"a step takes about {count(round(seconds / 60), 'minute')} on this CPU; for a smaller model, {small}")
 
 
 def _compare_rates(run: Run, step: int, before: float) -> None:
@@ -39,7 +31,7 @@ def _compare_rates(run: Run, step: int, before: float) -> None:
     again, now = (config.optim.max_lr * schedule.factor(n, config.max_steps) for n in (step - 1, run.state.step))
     if not math.isclose(before, again, rel_tol=1e-6):
         rates = f"the learning rate goes from {before:.3g} (step {step}) to {now:.3g} (step {run.state.step + 1})"
-        jumps = now > before and schedule.longer
+        jumps = now - before > _JUMP * config.optim.max_lr and schedule.longer
         warn(f"{rates}; for a longer run without this jump: {schedule.longer}" if jumps else rates)
 
 

@@ -14,6 +14,7 @@ from common.console import say, warn
 from common.files import read_json, write_atomic, write_json
 from common.lock import owned
 from common.settings import UserError, differences
+from common.words import changes_of
 from trainer.distributed import World
 from trainer.runtime import device_name
 
@@ -95,5 +96,11 @@ def _say_changes(path: Path, config: dict[str, Any], environment: dict[str, Any]
         changes = differences(file["config"], config) | differences(before, now)
     except (UserError, KeyError, TypeError, AttributeError) as error:  # the file is only a record: no reason to stop
         return warn(f"{path} is damaged: {error}")
-    for key, (old, new) in changes.items():
-        say(f"changed since this run was last started: {key}={new} (before: {old})")
+    renamed = tuple(key.removesuffix("name") for key in changes if key.endswith(".name"))
+    said = {
+        key: values
+        for key, values in changes.items()
+        if key.endswith(".name") or not key.startswith(renamed) or None not in values  # else only one schedule has it
+    }
+    for line in changes_of(said, "was"):
+        say(f"changed: {line}")

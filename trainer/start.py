@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from common.console import say
 from common.settings import UserError, differences
+from common.words import changes_of
 from data.loader import EvalBatches, TrainBatches
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -263,7 +264,7 @@ def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:
         raise UserError(f"{what}: use that dataset, or another run_dir")
     was, wanted = (state.model_dump(mode="json", include={*_FIXED, "optimizer"}) for state in (before, now))
     if changed := differences(was, wanted):
-        listed = ", ".join(f"{key}={new} (checkpoint: {old})" for key, (old, new) in changed.items())
+        listed = ", ".join(changes_of(changed, "checkpoint:"))
         raise UserError(f"{path} belongs to another run: {listed}; use the checkpoint's settings, or another run_dir")
 
 
@@ -279,8 +280,9 @@ def open_source(path: Path, config: GPTConfig, tokenizer: Tokenizer) -> Checkpoi
         before, here = (f"{each.name} (n_vocab {each.n_vocab})" for each in (trained, tokenizer))
         what = f"init_from={path} was trained with the tokenizer {before}, and the dataset has {here}"
         raise UserError(f"{what}: prepare the dataset with the model's tokenizer")
-    if changed := differences(source.state.model.model_dump(mode="json"), config.model_dump(mode="json")):
-        listed = ", ".join(f"model.{key}={old} (here: {new})" for key, (old, new) in changed.items())
+    ours, theirs = ({"model": each.model_dump(mode="json")} for each in (config, source.state.model))
+    if changed := differences(ours, theirs):
+        listed = ", ".join(changes_of(changed, "here:"))
         remedy = "leave out the model and its settings: they are those of init_from"
         raise UserError(f"init_from={path} has another model: {listed}; {remedy}")
     return source

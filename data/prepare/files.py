@@ -37,16 +37,15 @@ def matches(pattern: str, left_out: dict[str, str]) -> list[str]:
     path of a dataset, a run, a model, a file that only data=hf reads, or the command's own output, and what it is.
 
     Raises:
-        UserError: the path is a pipe, a socket or a device.
+        UserError: the path is standard input, a pipe, a socket or a device.
     """
     if os.path.isfile(pattern):
         found = iter([pattern])
     elif os.path.isdir(pattern):
         found = _below(pattern, ["**"], left_out, set())
-    elif os.path.exists(pattern):
-        raise UserError(
-            f"data.path={pattern} is a pipe, a socket or a device: write its content to a file and give that"
-        )
+    elif os.path.exists(pattern) or pattern == "-":
+        what = "standard input" if pattern == "-" else "a pipe, a socket or a device"
+        raise UserError(f"data.path={pattern} is {what}: write its content to a file and give that")
     else:
         parts = [*filter(None, pattern.split("/"))] or [""]
         found = _below("/" if pattern.startswith("/") else "", parts, left_out, set())

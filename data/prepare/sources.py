@@ -19,10 +19,12 @@ import orjson
 
 from common.console import say
 from common.settings import PathText, Settings, UserError
+from common.words import source_for
 from data.prepare.archives import COMPRESSED, n_controls, read_lines, read_utf8
 from data.prepare.files import matches, some_of
 from data.prepare.items import ARRAY, BINARY, NO_TEXT, NOT_JSON, NOT_UTF8, Document, Position, Raw, Seen, Unreadable
 
+_OF_DATASETS = re.compile(r"\.(parquet|arrow|csv|json)l?$", re.IGNORECASE)
 JSON_LINES = tuple(map("".join, itertools.product([".jsonl", ".ndjson"], ["", *COMPRESSED])))
 
 
@@ -265,7 +267,15 @@ class HubSource(Source, defaults="data/hf"):
     """The column that holds the text. The set is `meta.pile_set_name` where there is one, else `name`."""
 
     def inputs(self) -> dict[str, int | None]:
-        """Return the dataset as one input."""
+        """Return the dataset as one input.
+
+        Raises:
+            UserError: it is a file here that only another source reads.
+        """
+        is_here = os.path.exists(self.path) or re.search(r"[*?[]|^-$", self.path)
+        if is_here and not (os.path.isdir(self.path) or _OF_DATASETS.search(self.path)):
+            what = f"data.path={self.path}: data=hf reads .parquet, .arrow, .csv and .json files here"
+            raise UserError(f"{what}; for this one, give data={source_for(self.path)}")
         return {self.path: None}
 
     def documents(
@@ -316,7 +326,7 @@ class HubSource(Source, defaults="data/hf"):
                 saved = saved[split]
             return saved.skip(first)
         builder, files = self.path, self.data_files
-        if suffix := re.search(r"\.(parquet|arrow|csv|json)l?$", self.path, re.IGNORECASE):
+        if suffix := _OF_DATASETS.search(self.path):
             builder, files = suffix[1].lower(), self.path
         settings = {"name": self.subset, "split": split, "revision": self.revision}
         return load_dataset(builder, data_files=files, **settings, streaming=True).skip(first)

@@ -22,6 +22,7 @@ import hashlib
 import itertools
 import math
 import os
+import re
 import shutil
 import socket
 from collections import Counter, defaultdict
@@ -43,6 +44,7 @@ from data.shards import MAX_SETS, RECORD, TOKENIZER, Counts, Shard, Split, Split
 from data.tokenizer import Tokenizer, save_tokenizer
 
 PLAN, SPAN = "plan.json", "span.json"
+_OWN = re.compile(r"(plan|tokenizer)\.json|(task-\d+|finish)\.lock|span-.*|dataset|.*\.tmp")  # names in out_dir.partial
 _RANKS = "sha256 of the tokenizer's ranks"
 _GROUP_BYTES = 2**30
 _SMALL = 4096  # so many documents by chance have a fair split: at least 20 are expected to be for validation
@@ -140,8 +142,10 @@ def writing(folder: Path, task_index: int) -> Iterator[None]:
     """Create `folder` if need be and hold the lock of a task. Remove the folder if it then has no spans.
 
     Raises:
-        UserError: another process holds the lock, or the disk is full.
+        UserError: the folder is another's, another process holds the lock, or the disk is full.
     """
+    if foreign := [path.name for path in folder.glob("[!.]*") if not _OWN.fullmatch(path.name)]:
+        raise UserError(f"{folder}, where this dataset would be written, holds {foreign[0]}: rename that folder")
     make_directory(folder, "out_dir")
     taken = f"{folder} is being written by another process with task_index={task_index}: wait until it is done"
     with owned(folder / f"task-{task_index:05}.lock", lambda: taken):

@@ -172,7 +172,7 @@ def test_a_run_goes_on_by_its_folder_alone(command, tiny_args, tmp_path):
     assert newest(run).name == "step-00000006"
     assert json.loads((run / "config.json").read_text())["config"] == before | {"stop_at": None}
     result = command("train", f"run_dir={run}", "max_steps=8", "schedule.decay=0.5", "eval.every=2")
-    said = re.findall(r"changed since this run was last started: (\S+)", result.out)
+    said = re.findall(r"changed: (\S+)", result.out)
     assert said == ["eval.every=2", "max_steps=8", "schedule.decay=0.5"]
     assert newest(run).name == "step-00000008"
 

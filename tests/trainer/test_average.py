@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -117,11 +118,10 @@ def test_a_state_from_before_there_were_averages_is_read(run_of):
     assert decode(TrainState, state | {"batch_doublings": []}).average is None
 
 
-@pytest.mark.parametrize("before", [None, 0.4])
-def test_averaging_cannot_begin_or_end_within_a_run(run_of, tiny, before):
-    now = None if before else 0.4
+@pytest.mark.parametrize(("before", "now", "said"), [(None, 0.4, "0.4 (checkpoint: null)"), (0.4, None, "null (check")])
+def test_averaging_cannot_begin_or_end_within_a_run(run_of, tiny, before, now, said):
     run_of({"average": before})
-    with pytest.raises(UserError, match=rf"average={now} \(checkpoint: {before}\)"):
+    with pytest.raises(UserError, match=re.escape(f"average={said}")):
         fit(tiny({"average": now, "max_steps": 8}))
 
 

@@ -44,7 +44,7 @@ def test_a_run_begins_with_the_weights_of_another(tiny, make_dataset, tmp_path, 
 
     fit(tiny(other | {"stop_at": 2}))
     shutil.rmtree(tmp_path / "run")  # a resumed run does not need it any more
-    with pytest.raises(UserError, match=r"another run: init_from=None \(checkpoint: .*run\); use the checkpoint"):
+    with pytest.raises(UserError, match=r"another run: init_from=null \(checkpoint: .*run\); use the checkpoint"):
         fit(tiny(other | {"init_from": None}))
     fit(tiny(other))
     assert open_checkpoint(tmp_path / "other").state.step == 6

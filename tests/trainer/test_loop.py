@@ -102,14 +102,6 @@ def test_the_folder_of_something_else_is_refused(tiny, tmp_path):
     assert (mine / "config.json").read_text() == "{}"
 
 
-def test_steps_that_take_minutes_on_a_cpu_are_announced(tiny, monkeypatch, capsys):
-    fit(tiny({"max_steps": 1}))
-    assert "on this CPU" not in capsys.readouterr().err
-    monkeypatch.setattr("trainer.announce._FLOPS_OF_A_CORE", 1.0)
-    fit(tiny({"max_steps": 2}))
-    assert "minutes on this CPU; for a smaller model, give experiment=" in capsys.readouterr().err
-
-
 def test_a_run_writes_what_it_promises(tiny):
     config = tiny()
     fit(config)

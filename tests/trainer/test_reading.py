@@ -65,8 +65,8 @@ def test_a_run_with_a_mixture_goes_on_as_if_nothing_had_happened(tiny, sets_dir,
 @pytest.mark.parametrize(
     ("before", "now", "message"),
     [
-        ({}, None, r"another run: data\.mixture=None \(checkpoint: \{\}\)"),
-        (MIXTURE, None, r"data.mixture.few=None \(checkpoint: 5.0\)"),
+        ({}, None, r"another run: data\.mixture=null \(checkpoint: \{\}\)"),
+        (MIXTURE, None, r"data.mixture.few=null \(checkpoint: 5.0\)"),
         (MIXTURE, {"few": 4, "none": 0}, r"another run: data.mixture.few=4.0 \(checkpoint: 5.0\); use the"),
         (MIXTURE, {"feww": 5}, "'feww', which is not a set of dataset_dir=.*: its sets are few, many, none"),
     ],
@@ -119,7 +119,7 @@ def test_a_run_keeps_documents_apart_or_not(command, tiny_args, tmp_path):
     older = state.model_dump(mode="json") | {"data": {"mixture": None}}
     assert not decode(TrainState, older).data.document_reset, "checkpoints from before the option have none"
     result = command("train", *tiny_args, "data.document_reset=false", "stop_at=2")
-    assert "another run: data.document_reset=False (checkpoint: True)" in result.err
+    assert "another run: data.document_reset=false (checkpoint: true)" in result.err
     assert command("train", *tiny_args, "data.document_reset=true").status == 0
 
 

@@ -411,7 +411,8 @@ function tableColumns() {
     return { head: parts.join("."), name: last, id: key, value: (run) => run.settings[key], say: setting, text: runs.some((run) => typeof run.settings[key] !== "number") };
   });
   const figures = COLUMNS.map(([head, name, key, say]) => ({ head, name, id: "figure " + key, value: (run) => run.figures[key === "range" ? "high" : key], say, run: { step: steps, range: (run) => rangeOf(run.figures) || "–" }[key] }));
-  return [...settings, ...figures, { head: "", name: "folder", id: "folder", value: (run) => run.name, say: (v) => v, text: true }];
+  const failed = { head: "", name: "failed", id: "failed", value: (run) => run.failure, say: (v) => v, text: true };
+  return [...settings, ...figures, ...(runs.some((run) => run.failure) ? [failed] : []), { head: "", name: "folder", id: "folder", value: (run) => run.name, say: (v) => v, text: true }];
 }
 
 function compare(a, b) {

@@ -33,6 +33,7 @@ def page_of(records: Sequence[Record], title: str, refresh: float | None = None)
         "runs": [
             {
                 "name": record.name,
+                "failure": record.failure,
                 "label": label,
                 "colour": colour,
                 "dash": " ".join(map(str, dash)),

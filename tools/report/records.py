@@ -1,6 +1,6 @@
-"""Runs as a report sees them: it reads metrics.jsonl and config.json, and opens nothing else.
+"""Runs as a report sees them: it reads metrics.jsonl, config.json and error.txt, and opens nothing else.
 
-Neither file is trusted: a value that is not a number is ignored, and a damaged file causes a warning.
+No file is trusted: a value that is not a number is ignored, and a damaged file causes a warning.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.console import warn
-from common.files import file_size, read_json
+from common.files import file_size, open_file, read_json
 from common.settings import UserError, differences
 from trainer.curves import Curve
 from trainer.metrics import read_metrics
@@ -50,6 +50,8 @@ class Record:
     """
     members: tuple["Record", ...] = ()
     """The runs, if there are several."""
+    failure: str = ""
+    """The last line of the error.txt of a sweep's job; "" if it did not fail."""
 
 
 def read_records(paths: Sequence[Path]) -> list[Record]:
@@ -89,7 +91,7 @@ def grouped(records: Sequence[Record]) -> list[Record]:
     keys = [key for key in varying_settings(records) if key != "seed"]
     groups: dict[str, list[Record]] = {}
     for record in records:
-        alone = record.name if record.settings.get("seed") is None else None
+        alone = record.name if record.failure or record.settings.get("seed") is None else None
         alike = json.dumps([alone, *(record.settings.get(key) for key in keys)])
         groups.setdefault(alike, []).append(record)
     joined = []
@@ -134,22 +136,36 @@ def _runs_in(path: Path) -> Iterator[Path]:
     """Yield the run at this path, or those below it. Links to folders are not followed."""
     for folder, inside, files in os.walk(path):
         inside.sort()
-        if "metrics.jsonl" in files:
+        if "metrics.jsonl" in files or _failure(Path(folder)):
             inside.clear()
             yield Path(folder)
 
 
+def _failure(folder: Path) -> str:
+    """Return the last line of error.txt; "" if it is not that of a sweep's job, or the run has gone on since."""
+    error, log = folder / "error.txt", folder / "metrics.jsonl"
+    try:
+        if "=" not in folder.name or (log.exists() and log.stat().st_mtime > error.stat().st_mtime):
+            return ""
+        with open_file(error) as file:
+            return printable(file.read(2**16).decode(errors="replace").strip().rpartition("\n")[2])
+    except (UserError, OSError):
+        return ""
+
+
 def _read(folder: Path, common: Path) -> Record | None:
     try:
-        file_size(folder / "metrics.jsonl")  # raises if it is not a regular file
-        config, environment = _stored(folder)
-        curves = _curves(read_metrics(folder / "metrics.jsonl"), _number(environment.get("flops_per_token")))
+        is_begun = file_size(folder / "metrics.jsonl") is not None  # raises if it is not a regular file
+        config, environment = _stored(folder) if is_begun else ({}, {})
+        lines = read_metrics(folder / "metrics.jsonl") if is_begun else []
+        curves = _curves(lines, _number(environment.get("flops_per_token")))
     except (UserError, OSError) as error:
         warn(f"skipping {folder}: {error}")
         return None
     known = {"max_steps": _number(config.get("max_steps")), "n_params": _number(environment.get("n_params"))}
     settings = {key: value for key, (value, _) in differences(config, {}).items()}
-    return Record(printable(os.path.relpath(folder.absolute(), common)), settings, curves, known | _figures(curves))
+    name = printable(os.path.relpath(folder.absolute(), common))
+    return Record(name, settings, curves, known | _figures(curves), failure=_failure(folder))
 
 
 def _stored(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -231,7 +247,8 @@ def lowest_loss(records: Sequence[Record]) -> str | None:
 def varying_settings(records: Sequence[Record]) -> list[str]:
     """Return the settings in which the runs differ: first those that change what is learned, and have most values."""
     keys = dict.fromkeys(itertools.chain.from_iterable(record.settings for record in records))
-    values = {key: {json.dumps(record.settings.get(key)) for record in records} for key in keys}
+    known = [record.settings for record in records if record.settings]
+    values = {key: {json.dumps(settings.get(key)) for settings in known} for key in keys}
     varying = [key for key in keys if len(values[key]) > 1 and key not in _NOT_COMPARED]
     return sorted(varying, key=lambda key: (key.startswith(_COMPARED_LAST), -len(values[key]), key))
 
@@ -246,7 +263,10 @@ def shown(value: Any) -> float | str:
 def labels(records: Sequence[Record]) -> list[str]:
     """Return short names: the settings in which the runs differ, or their folders if the settings are not enough."""
     keys = [key for key in varying_settings(records) if key != "seed" or all(not r.members for r in records)]
-    short = [", ".join(f"{key.rpartition('.')[2]}={brief(r.settings.get(key))}" for key in keys) for r in records]
+    short = [
+        ", ".join(f"{key.rpartition('.')[2]}={brief(r.settings.get(key))}" for key in keys if r.settings) or r.name
+        for r in records
+    ]
     enough = keys and len(set(short)) == len(short) and max(map(len, short)) <= 80
     names = short if enough else [record.members[0].name if record.members else record.name for record in records]
     counts = [f" (mean of {len(record.members)} runs)" if record.members else "" for record in records]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.console import count, say, warn
-from common.files import make_directory, write_atomic
+from common.files import make_directory, refuse_foreign, write_atomic
 from common.settings import UserError
 from common.words import Items
 from tools.report.page import page_of
@@ -25,11 +25,12 @@ def write_report(folders: Items[Path], out: Path | None, watch: bool = False) ->
     With `watch`, first keep a page up to date that browsers load again and again, until every run is at its end.
 
     Raises:
-        UserError: there is no run, or `out` cannot be written to.
+        UserError: there is no run, or `out` cannot be written to or holds a report.html that is no report.
     """
     records = read_records(folders)
     out = make_directory(out or (folders[0] if len(folders) == 1 else common_folder(folders)), "out")
-    page = out / "report.html"
+    page, picture = out / "report.html", out / "report.png"
+    refuse_foreign(b"script-src 'sha256-", page, picture)
     title = printable(", ".join(map(str, folders[:3])) + (f" and {len(folders) - 3} more" if len(folders) > 3 else ""))
     if watch and not _ended(records):
         say(f"open {page.absolute().as_uri()} in a browser: it follows the runs until all have ended (or Ctrl-C)")
@@ -47,7 +48,9 @@ def write_report(folders: Items[Path], out: Path | None, watch: bool = False) ->
     lowest = "" if best is None else f"; lowest validation loss {best}: {name}"
     n_runs = sum(record.figures["runs"] for record in records)
     say(f"{count(n_runs, 'run')}{lowest}")
-    picture = out / "report.png"
+    for record in records:
+        if record.failure:
+            warn(f"{record.name} failed: {record.failure}")
     for path, content in ((page, page_of(records, title).encode()), (picture, draw_curves(records, title))):
         write_atomic(path, content)
         say(f"written: {path}")
@@ -55,5 +58,8 @@ def write_report(folders: Items[Path], out: Path | None, watch: bool = False) ->
 
 
 def _ended(records: Sequence[Record]) -> bool:
-    """Whether every run is at the last step of its schedule."""
-    return all((record.figures["step"] or 0) >= (record.figures["max_steps"] or math.inf) for record in records)
+    """Whether every run has failed, or is at the last step of its schedule."""
+    return all(
+        record.failure or (record.figures["step"] or 0) >= (record.figures["max_steps"] or math.inf)
+        for record in records
+    )

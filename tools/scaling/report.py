@@ -14,7 +14,7 @@ from pydantic import Field
 
 from common.console import count, say, warn
 from common.figures import png, short_count
-from common.files import make_directory, write_atomic, write_json
+from common.files import make_directory, refuse_foreign, write_atomic, write_json
 from common.settings import UserError
 from common.words import Items, options_of
 from tools.report.records import read_records
@@ -46,6 +46,7 @@ def run(
     """
     if not (folders or csv or ladder):
         raise UserError("no runs are given: give ladder='OPTIONS of train.py', folders=runs/sweep, or csv=table.csv")
+    refuse_foreign(b'"law"', out / "scaling.json", out / "scaling.png")
     if loss is not None and parameters is None:
         raise UserError(f"loss={loss:g} needs parameters: give both")
     if ladder:
