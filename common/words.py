@@ -62,13 +62,6 @@ def overrides(settings: Mapping[str, Any]) -> str:
     )
 
 
-def changes_of(changed: Mapping[str, tuple[Any, Any]], before: str) -> list[str]:
-    """Return changed settings, old and new by key, as they are typed: "seed=2 (BEFORE 1)"."""
-    return [
-        f"{key}={in_hydras_grammar(new)} ({before} {in_hydras_grammar(old)})" for key, (old, new) in changed.items()
-    ]
-
-
 def options_of(settings: Mapping[str, Any]) -> list[str]:
     """Return settings as command-line arguments in Hydra's grammar, each as the program gets it."""
     return [f"{key}={in_hydras_grammar(value)}" for key, value in settings.items()]

@@ -14,7 +14,7 @@ from common.console import say, warn
 from common.files import read_json, write_atomic, write_json
 from common.lock import owned
 from common.settings import UserError, differences
-from common.words import changes_of
+from common.words import in_hydras_grammar
 from trainer.distributed import World
 from trainer.runtime import device_name
 
@@ -86,6 +86,13 @@ def write_config(path: Path, config: dict[str, Any], world: World, found: dict[s
     if resumed:
         _say_changes(path, config, environment)
     write_json(path, {"config": config, "environment": environment})
+
+
+def changes_of(changed: dict[str, tuple[Any, Any]], before: str) -> list[str]:
+    """Return changed settings, old and new by key, as they are typed: "seed=2 (BEFORE 1)"."""
+    return [
+        f"{key}={in_hydras_grammar(new)} ({before} {in_hydras_grammar(old)})" for key, (old, new) in changed.items()
+    ]
 
 
 def _say_changes(path: Path, config: dict[str, Any], environment: dict[str, Any]) -> None:

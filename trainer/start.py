@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from common.console import say
 from common.settings import UserError, differences
-from common.words import changes_of
 from data.loader import EvalBatches, TrainBatches
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -25,6 +24,7 @@ from trainer.memory import step_memory
 from trainer.micro_batch import choose_micro_batch
 from trainer.optim import named_state
 from trainer.randomness import RANDOM, random_tensors, seed_process, set_random_state
+from trainer.run_dir import changes_of
 from trainer.runtime import Runtime, device_name, maybe_compile
 from trainer.samples import read_prompt
 from trainer.state import FixedSettings, TrainState

@@ -78,6 +78,9 @@ def test_a_mistake_in_another_command_is_one_clear_line_too(command):
         ("prepare_data data=jsonl data.path=notes", ["data.path=notes matches no file that data=jsonl reads"]),
         ("prepare_data data=text data.path=lines.jsonl data.text_field=body", ["data.text_field=body is missing in 1"]),
         ("prepare_data data=tokens data.path=ids.jsonl", ["id out of range in 2 of the first 3 documents", "n_vocab"]),
+        ("prepare_data data=text data.path=-", ["data.path=- is standard input: write its content to a file"]),
+        ("prepare_data data=hf data.path=notes/a.txt", ["a.txt: data=hf reads .parquet, .arrow, ", "give data=text"]),
+        ("prepare_data data=hf data.path=*.jsonl.gz", ["data=hf reads .parquet, .arrow, ", "give data=jsonl"]),
         ("prepare_data data=stdlib tokenizer=hf", ["'tokenizer.path' is missing: give it a value"]),
         (
             "prepare_data data=stdlib tokenizer=hf tokenizer.path=none.json",

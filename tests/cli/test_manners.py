@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import ranks
+from printed import assert_one_line
 from rich.console import Console
 
 from common.settings import UserError
@@ -156,6 +157,25 @@ def test_an_interrupt_while_packages_are_imported_is_one_line(tmp_path, line, pa
     env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     done = subprocess.run([sys.executable, *line.split()], cwd=ROOT, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "file"),
+    [
+        ("train.py -m dataset_dir=DATASET run_dir=FOLDER seed=1,2", "multirun.yaml"),
+        ("scripts/report.py folders=FOLDER", "report.html"),
+        ("scripts/report.py folders=FOLDER", "report.png"),
+        ("scripts/scaling.py csv=x.csv out=FOLDER", "scaling.json"),
+    ],
+)
+def test_a_file_of_the_users_is_not_replaced(command, dataset_dir, tmp_path, line, file):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 2, "loss": 3.0}\n')
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / file).write_text("mine")
+    script, *options = line.replace("DATASET", str(dataset_dir)).replace("FOLDER", str(tmp_path)).split()
+    result = command(script.removesuffix(".py"), *options)
+    assert_one_line(result, f"{tmp_path / file} exists and is not from this command, which would replace it: rename it")
+    assert (tmp_path / file).read_text() == "mine"
 
 
 def test_a_command_that_is_interrupted_says_so(command, monkeypatch):

@@ -49,6 +49,7 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
         ("train", "data.mixture=[(a]", "cannot read the option data.mixture=[(a]"),
         ("train", "run_dir=runs/none", "run_dir=runs/none holds no run to continue: give experiment=... or dataset"),
         ("scripts/prepare_data", "dataset_dir=x", "did you mean 'out_dir'?"),
+        ("scripts/plan", "run_dir=runs/none", "run_dir=runs/none holds no run to continue: give experiment=..."),
         ("sample", "run_dir=runs/x", "did you mean 'checkpoint'?"),
         ("sample", ".", ".: options are KEY=VALUE here, without spaces around =: write checkpoint=."),
         ("scripts/prepare_data", "data.path=x", "a key of data=fineweb or data=fineweb_edu or data=hf or data=jsonl"),

@@ -197,14 +197,22 @@ def test_an_export_is_finetuned_as_any_model_of_transformers(work, name):
 
 
 @needs_transformers
-@pytest.mark.parametrize("key", ["output_hidden_states", "output_attentions"])
-def test_what_an_export_does_not_return_is_refused(key):
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"output_hidden_states": True}, "output_hidden_states=True: this model returns logits"),
+        ({"output_attentions": True}, "output_attentions=True: this model returns logits"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(1, 2, 8)}, "tune it by LoRA, not by prompts"),
+        ({"past_key_values": []}, "tune it by LoRA, not by prompts or prefixes"),
+    ],
+)
+def test_what_an_export_does_not_read_or_return_is_refused(given, message):
     from tools.convert.hugging_face.configuration_log_gpt import LogGPTConfig
     from tools.convert.hugging_face.modeling_log_gpt import LogGPTForCausalLM
 
     model = LogGPTForCausalLM(LogGPTConfig(config_of().model_dump(mode="json")))
-    with pytest.raises(ValueError, match=f"{key}=True: this model returns logits"):
-        model(torch.zeros(1, 2, dtype=torch.int64), **{key: True})
+    with pytest.raises(ValueError, match=message):
+        model(**{"input_ids": torch.zeros(1, 2, dtype=torch.int64), **given})
 
 
 def test_an_export_of_a_chat_model_says_how_it_talks(tmp_path):

@@ -208,6 +208,22 @@ def test_what_is_no_file_costs_a_warning(tmp_path, capsys, name, replace):
     assert capsys.readouterr().err.count("warning: ") == 1 - is_no_run
 
 
+def test_failed_runs_are_named_with_the_last_line_of_their_error(sweep, monkeypatch, capsys):
+    begun, never = sweep / "optim.max_lr=9", sweep / "optim.max_lr=99"
+    make_run(begun, [train(1, 9.0)], {"max_steps": 6, "seed": 1, "optim": {"max_lr": 9}})
+    never.mkdir()
+    (sweep / "optim.max_lr=0.001,seed=1" / "error.txt").write_text("it has gone on since")
+    os.utime(sweep / "optim.max_lr=0.001,seed=1" / "error.txt", (0, 0))
+    for folder, error in ((begun, "step 2: loss is nan\n"), (never, "Traceback\nout of memory\n")):
+        (folder / "error.txt").write_text(error)
+    monkeypatch.setattr("tools.report.write.time.sleep", lambda seconds: None)
+    runs = data_of(write_report([sweep], None, watch=True).read_text())["runs"]
+    failures = {"optim.max_lr=9": "step 2: loss is nan", "optim.max_lr=99": "out of memory"}
+    assert {run["name"]: run["failure"] for run in runs if run["failure"]} == failures
+    assert capsys.readouterr().err == "".join(f"warning: {name} failed: {why}\n" for name, why in failures.items())
+    assert [run["settings"]["optim.max_lr"] for run in runs] == [0.001, 0.01, 0.03, 9, "null"]
+
+
 def test_links_lead_nowhere(sweep, tmp_path):
     (sweep / "again").symlink_to(sweep)
     (sweep / "elsewhere").symlink_to(make_run(tmp_path / "private", [val(1, 1.0)]))

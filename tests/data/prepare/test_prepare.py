@@ -149,12 +149,15 @@ def test_a_second_time_is_quick_and_other_settings_are_refused(config, tmp_path,
         prepare(config(data={**config().data.model_dump(), "text_field": "body"}))
 
 
-def test_a_folder_with_other_things_is_left_alone(config, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.txt").write_text("precious")
-    with pytest.raises(UserError, match="exists and is not a dataset"):
+@pytest.mark.parametrize(
+    ("name", "message"), [("out", "exists and is not a dataset"), ("out.partial", "holds thesis.t")]
+)
+def test_a_folder_with_other_things_is_left_alone(config, tmp_path, name, message):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "thesis.txt").write_text("precious")
+    with pytest.raises(UserError, match=message):
         prepare(config())
-    assert contents(tmp_path / "out") == {"thesis.txt": b"precious"}
+    assert contents(tmp_path / name) == {"thesis.txt": b"precious"}
 
 
 @pytest.mark.parametrize("content", ["", "\n", "{\n"])

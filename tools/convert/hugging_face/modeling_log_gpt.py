@@ -81,7 +81,7 @@ class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: GPTCache | None = None,
         labels: Tensor | None = None,
@@ -100,6 +100,10 @@ class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
         for key in ("output_hidden_states", "output_attentions"):
             if options.get(key, getattr(self.config, key, False)):
                 raise ValueError(f"{key}=True: this model returns logits and its cache only; leave it out")
+        if input_ids is None or not isinstance(past_key_values, GPTCache | None):
+            raise ValueError(
+                "this model reads input_ids and its own cache: tune it by LoRA, not by prompts or prefixes"
+            )
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         self.gpt.recompute = "block" if self.gradient_checkpointing and not use_cache else "none"
