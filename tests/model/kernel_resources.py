@@ -47,7 +47,7 @@ def compiled(launch: Callable[[], None], capability: int) -> dict[str, Any]:
 
 
 def launch_log_attention(
-    dtype: torch.dtype, d: int, d_v: int, gates: bool, carried: bool, of_values: torch.dtype
+    dtype: torch.dtype, d: int, d_v: int, gates: bool, carried: bool, of_values: torch.dtype, segments: int = 1
 ) -> None:
     """A forward and backward pass over heads of d features; `carried`: from a state to the next."""
     tensors = torch.zeros(16, 1024, 24, 2 * d + d_v, dtype=dtype).transpose(1, 2).split([d, d, d_v], dim=-1)
@@ -55,7 +55,7 @@ def launch_log_attention(
     log_v = log_v.detach().to(of_values).requires_grad_()
     log_f = torch.zeros(16, 1024, 24, 1).transpose(1, 2).requires_grad_() if gates else None  # the model's are float32
     state = LogAttentionState(*(x.requires_grad_() for x in empty_state(q, log_v))) if carried else None
-    found = triton_log_attention(q, k, log_v, log_f, state=state, return_state=carried)
+    found = triton_log_attention(q, k, log_v, log_f, state=state, return_state=carried, segments=segments)
     (found[0] if isinstance(found, tuple) else found).sum().backward()
 
 

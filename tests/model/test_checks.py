@@ -177,9 +177,8 @@ def test_wrong_numbers_of_a_process_are_a_reason(kept):
 def test_the_check_of_log_attention_tells_right_from_wrong(monkeypatch, gates, change):
     """With the chunked form in place of the kernels."""
 
-    def form(q, k, log_v, log_f, **options):
-        found = log_attention.chunked_log_attention(q * change, k, log_v, log_f, **options)
-        return found
+    def form(q, segments, **options):
+        return log_attention.chunked_log_attention(q * change, **options)
 
     monkeypatch.setitem(log_attention.BACKENDS, "triton", form)
     dtypes, sizes = (["float32"] * 4, [4, 4, 3, 1]) if gates else (["float32"] * 3, [4, 4, 3])
@@ -217,6 +216,18 @@ def test_a_kernel_with_a_wrong_stride_does_not_pass(monkeypatch, dimension):
     monkeypatch.setattr(triton, "_tokens", wrong)
     with pytest.raises(Wrong, match="log_y is off by"):
         log_attention_check.check("cpu", ["bfloat16"] * 3 + ["float32"], [4, 4, 3, 1], lengths=(5,))
+
+
+def test_kernels_that_join_segments_wrongly_do_not_pass(monkeypatch):
+    from model.ops.log_attention import triton
+
+    def wrong(*given, right=triton._segments):
+        found = right(*given)
+        return found and found._replace(log_f=found.log_f + 1)
+
+    monkeypatch.setattr(triton, "_segments", wrong)
+    with pytest.raises(Wrong, match=r" is off by .* \(a state, deviation 1, 65 tokens, 2 segments\)$"):
+        log_attention_check.check("cpu", ["bfloat16"] * 3 + ["float32"], [4, 4, 3, 1], lengths=(65,))
 
 
 @pytest.mark.parametrize(("change", "dtype"), [(1.0, "float32"), (1.0, "bfloat16"), (1.1, "float32")])

@@ -137,6 +137,7 @@ def test_kernels_of_log_attention_compile_for_gpus_that_are_not_here(kernel_reso
     """The interpreter lacks the compiler's types: a variable keeps its own, and its shape, in a loop."""
     given = {"capability": capability, "operator": "log_attention", "dtype": dtype, "d": d, "d_v": d}
     cases = [given | {"gates": gates, "carried": state, "of_values": values} for gates, state, values in kinds]
+    cases.append(cases[-1] | {"segments": 3})
     rows = kernel_resources(*cases)
     kernels = ["forward_sweep", "exact_forward", "backward_sweep", "exact_backward"]
     assert [row["kernel"] for row in rows] == kernels * len(cases)

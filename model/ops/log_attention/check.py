@@ -3,13 +3,13 @@
 import itertools
 from collections.abc import Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from model.ops.checks import Tensors, compare
-from model.ops.log_attention import LogAttentionState, log_attention
+from model.ops.log_attention import BACKENDS, LogAttentionState
 from model.ops.log_attention.state import empty_state
 
 DEVIATIONS = (1, 80)  # at 80, plain exponentials under- and overflow, and the exact form computes most tiles
@@ -17,7 +17,7 @@ _FORGOTTEN = 0.05  # times the deviation: a head's gates of a chunk add up to ab
 
 
 def check(device: str, dtypes: Sequence[str], sizes: Sequence[int], lengths: Sequence[int] = (130, 144)) -> None:
-    """Compare the kernels with the definition, with and without a state, near 0 and far from it.
+    """Compare the kernels with the definition, with and without a state, near 0 and far from it, and in segments.
 
     Args:
         dtypes: types of q, k, log_v and, with gates, log_f.
@@ -27,10 +27,12 @@ def check(device: str, dtypes: Sequence[str], sizes: Sequence[int], lengths: Seq
     Raises:
         Wrong: a result or a gradient is wrong, or a second run has other bits.
     """
-    for T, has_state, deviation in itertools.product(lengths, (False, True), DEVIATIONS):
-        case = f"{'a state' if has_state else 'no state'}, deviation {deviation}, {T} tokens"
-        kernels, definition = (partial(attend, backend) for backend in ("triton", "naive"))
-        compare(case, kernels, definition, inputs(torch.device(device), dtypes, sizes, T, has_state, deviation))
+    for T, deviation, has_state in itertools.product(lengths, DEVIATIONS, (False, True)):
+        for segments in (1, 2) if (T, deviation) == (lengths[0], 1) else (1,):
+            case = f"{'a state' if has_state else 'no state'}, deviation {deviation}, {T} tokens"
+            case += f", {segments} segments" * (segments > 1)
+            kernels, definition = partial(attend, "triton", segments=segments), partial(attend, "naive")
+            compare(case, kernels, definition, inputs(torch.device(device), dtypes, sizes, T, has_state, deviation))
 
 
 def inputs(
@@ -53,10 +55,10 @@ def inputs(
     return leaves
 
 
-def attend(backend: str, /, log_s: Tensor | None = None, log_z: Tensor | None = None, **inputs: Tensor) -> Tensors:
+def attend(backend: str, /, log_s: Tensor | None = None, log_z: Tensor | None = None, **inputs: Any) -> Tensors:
     """Log attention as a function of `inputs`; the state after the tokens is wanted if one is given."""
     state = None if log_s is None or log_z is None else LogAttentionState(log_s, log_z)
-    outputs = log_attention(**inputs, causal=True, state=state, return_state=state is not None, backend=backend)
+    outputs = BACKENDS[backend](**inputs, causal=True, state=state, return_state=state is not None)
     if state is None:
         return {"log_y": cast(Tensor, outputs)}
     log_y, after = cast(tuple[Tensor, LogAttentionState], outputs)

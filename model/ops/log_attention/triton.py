@@ -3,6 +3,7 @@
 The kernels are in triton_kernels.py, those of `exact.py` in triton_exact.py; docs/kernels.md explains their design.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
 from model.ops.derivatives import refuse_second_order, refuse_transforms
 from model.ops.log_attention.chunked import NAMES
@@ -17,12 +19,16 @@ from model.ops.log_attention.chunks import CHUNK
 from model.ops.log_attention.exact import recomputed_tiles
 from model.ops.log_attention.exponentials import CERTAIN
 from model.ops.log_attention.state import LogAttentionState, accumulation_dtype
-from model.ops.log_attention.triton_arguments import Constants, Inputs, Outputs, Saved, Sums, Tokens
+from model.ops.log_attention.triton_arguments import Constants, Inputs, Outputs, Saved, Segments, Sums, Tokens
 from model.ops.log_attention.triton_exact import exact_backward, exact_forward
 from model.ops.log_attention.triton_kernels import backward_sweep, forward_sweep
 
 # Powers of two by which a frame can shrink after a chunk, without gates and with them.
 FEW, MANY = 24, 40
+
+# In units of a chunk's time: a sweep with OWN, by instructions of both passes for compute capability 9.0 (5,705 of
+# 11,346 for the flagship, 2,343 of 4,425 for heads of 32), and estimates: joining a segment, launching such a sweep.
+OWN_PART, JOIN, START = 0.5, 0.25, 4.0
 
 
 def triton_log_attention(
@@ -33,19 +39,23 @@ def triton_log_attention(
     *,
     state: LogAttentionState | None = None,
     return_state: bool = False,
+    segments: int = 0,
 ) -> Tensor | tuple[Tensor, LogAttentionState]:
     """As causal `log_attention`, for tensors with any strides; the memory layout of log_y is (B, T, H, d_v).
 
     The operands of products have the type of q and k: bfloat16 for bfloat16, tf32 (with the range of bfloat16 and the
     digits of float16) for float16, and three products of tf32 for float32. log_v may be wider; its exponentials are
     rounded to that type. Sums are kept in float32, or float64 for float64.
+
+    Args:
+        segments: most stretches of a sequence that are computed in parallel; 0: `fastest_segments` says how many.
     """
     acc = accumulation_dtype(q)
     log_s, log_z = (None, None) if state is None else (x.to(acc).contiguous() for x in state)
     inputs = [x for x in (q, k, log_v, log_f, log_s, log_z) if x is not None]
     refuse_transforms(*NAMES, *inputs)
     save = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    log_y, log_s, log_z, *_ = _attend(q, k, log_v, log_f, log_s, log_z, return_state, save)
+    log_y, log_s, log_z, *_ = _attend(q, k, log_v, log_f, log_s, log_z, return_state, save, segments)
     return (log_y, LogAttentionState(log_s, log_z)) if return_state else log_y
 
 
@@ -70,6 +80,7 @@ def _attend(
     log_z: Tensor | None,
     want_state: bool,
     save: bool,
+    segments: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return log_y, the state after, and tensors for the backward pass: see `_empty_results`."""
     inputs = _Tensors(q, k, log_v, log_f, log_s, log_z)
@@ -79,14 +90,18 @@ def _attend(
     fast, exact = (_saved(*saved), _exact(*saved)) if save else (None, None)
     counter = recomputed_tiles("forward", q.device)
     with torch.cuda.device_of(q):  # kernels are launched on the current device
-        forward_sweep[_grid(q, P)](_arguments(inputs), outputs, fast, doubtful, P=P, **_launch(P))
-        exact_forward[_grid(q, P)](_arguments(inputs), outputs, exact, doubtful, counter, P=P, num_warps=8)
+        x, parts = _arguments(inputs), _segments(inputs, P, segments)
+        sweep = functools.partial(forward_sweep[_grid(q, P, parts)], P=P, **_launch(P))
+        if parts is not None:
+            sweep(x._replace(state=None), outputs, None, doubtful, parts, OWN=True)
+        sweep(x, outputs, fast, doubtful, parts, OWN=False)
+        exact_forward[_grid(q, P)](x, outputs, exact, doubtful, counter, P=P, num_warps=8)
     return results
 
 
 @_attend.register_fake
-def _(q: Tensor, k: Tensor, log_v: Tensor, log_f: Any, log_s: Any, log_z: Any, *flags: bool) -> tuple[Tensor, ...]:
-    return _empty_results(_Tensors(q, k, log_v, log_f, log_s, log_z), *flags)
+def _(q: Tensor, k: Tensor, log_v: Tensor, log_f: Any, log_s: Any, log_z: Any, *flags: Any) -> tuple[Tensor, ...]:
+    return _empty_results(_Tensors(q, k, log_v, log_f, log_s, log_z), *flags[:2])
 
 
 def _empty_results(
@@ -118,7 +133,9 @@ def _empty_results(
 
 
 @torch.library.custom_op("log_gpt::log_attention_triton_backward", mutates_args=())
-def _attend_backward(g: Sequence[Tensor], inputs: Sequence[Tensor | None], saved: Sequence[Tensor]) -> list[Tensor]:
+def _attend_backward(
+    g: Sequence[Tensor], inputs: Sequence[Tensor | None], saved: Sequence[Tensor], segments: int
+) -> list[Tensor]:
     """Return gradients of the inputs (empty for those that are None).
 
     They are computed from those of log_y and, if there are more, of the state, and from what the forward pass saved.
@@ -126,11 +143,15 @@ def _attend_backward(g: Sequence[Tensor], inputs: Sequence[Tensor | None], saved
     tensors, (g_y, *g_state), (*state, doubtful) = _Tensors._make(inputs), g, saved
     P, to, counter = _constants(tensors), _empty_gradients(tensors), recomputed_tiles("backward", g_y.device)
     g_of = Outputs(_tokens(g_y), Sums(*(x.contiguous() for x in g_state)) if g_state else None)
-    grid, x = _grid(tensors.q, P), _arguments(tensors)
+    x = _arguments(tensors)
     g_x = Inputs(to.q, to.k, to.log_v, to.log_f, None if to.log_s is None else Sums(to.log_s, to.log_z), *x[5:])
     with torch.cuda.device_of(g_y):
-        backward_sweep[grid](g_of, x, _saved(*state), doubtful, g_x, P=P, **_launch(P))
-        exact_backward[grid](g_of, x, _exact(*state), doubtful, counter, g_x, P=P, num_warps=8)
+        parts = _segments(tensors, P, segments)
+        sweep = functools.partial(backward_sweep[_grid(tensors.q, P, parts)], P=P, **_launch(P))
+        if parts is not None:
+            sweep(g_of, x, _saved(*state), doubtful, g_x, parts, OWN=True)
+        sweep(g_of, x, _saved(*state), doubtful, g_x, parts, OWN=False)
+        exact_backward[_grid(tensors.q, P)](g_of, x, _exact(*state), doubtful, counter, g_x, P=P, num_warps=8)
     return _summed(to, tensors)
 
 
@@ -175,7 +196,7 @@ def _summed(parts: _Tensors, inputs: _Tensors) -> list[Tensor]:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.want_state, _ = inputs
+    *tensors, ctx.want_state, _, ctx.segments = inputs
     ctx.save_for_backward(*tensors, *output[3:])
     ctx.mark_non_differentiable(*output[3:])
     ctx.set_materialize_grads(False)
@@ -189,9 +210,9 @@ def _backward(ctx: Any, *g: Tensor | None) -> tuple[Tensor | None, ...]:
     shapes = [(B, H, T, d_v), (B, H, d_k, d_v), (B, H, d_k)][: 3 if ctx.want_state else 1]
     acc = accumulation_dtype(inputs.q)
     filled = [inputs.q.new_zeros(shape, dtype=acc) if x is None else x for x, shape in zip(g, shapes, strict=False)]
-    gradients = _attend_backward(filled, inputs, saved)
+    gradients = _attend_backward(filled, inputs, saved, ctx.segments)
     wanted = (None if x is None else g_x for x, g_x in zip(inputs, gradients, strict=True))
-    return *wanted, None, None
+    return *wanted, None, None, None
 
 
 _attend.register_autograd(_backward, setup_context=_save_for_backward)
@@ -259,5 +280,40 @@ def _launch(P: Constants) -> dict[str, int]:
     return {"num_warps": 4 if small else 8, "num_stages": 1, "maxnreg": 255}
 
 
-def _grid(q: Tensor, P: Constants) -> tuple[int]:
-    return (q.shape[0] * q.shape[1] * P.BLOCKS,)
+def _grid(q: Tensor, P: Constants, segments: Segments | None = None) -> tuple[int, int]:
+    return q.shape[0] * q.shape[1] * P.BLOCKS, 1 if segments is None else segments.own.slots
+
+
+def _segments(inputs: _Tensors, P: Constants, most: int) -> Segments | None:
+    """Allocate what segments add to the state; None for a single sweep. `most` is that of `triton_log_attention`."""
+    q, _, log_v, log_f, *_ = inputs
+    (B, H, T, d_k), d_v, acc = q.shape, log_v.shape[3], accumulation_dtype(q)
+    G, N = B * H, -(-T // P.C)
+    chunks = -(-N // (most or fastest_segments(G * P.BLOCKS, N, _programs_at_once(q.device, P))))
+    S = -(-N // chunks)  # none is empty
+    if S == 1:
+        return None
+    if log_f is not None:
+        log_f = pad(log_f.to(acc), (0, 0, 0, S * chunks * P.C - T)).unflatten(2, (S, -1)).sum(3).reshape(G, S)
+    shapes = (G, S, d_k, d_v), (G * P.BLOCKS, S, d_k), (G, S, d_k), (G, S, d_v)
+    return Segments(_saved(*(q.new_empty(shape, dtype=acc) for shape in shapes)), log_f, chunks)
+
+
+def _programs_at_once(device: torch.device, P: Constants) -> int:
+    """How many programs a GPU runs at once: the registers of a multiprocessor are enough for 8 warps."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count * 8 // _launch(P)["num_warps"]
+
+
+@functools.cache
+def fastest_segments(programs: int, chunks: int, at_once: int) -> int:
+    """Return into how many segments to split sequences of so many chunks, if a sweep takes so many programs.
+
+    A program computes the chunks of its segment after its own part, and joins those of other segments.
+    """
+
+    def time(segments: int) -> float:
+        return chunks if segments == 1 else (1 + OWN_PART) * -(-chunks // segments) + JOIN * segments + START
+
+    return min(range(1, max(1, at_once // programs) + 1), key=time)

@@ -109,6 +109,17 @@ class Saved(NamedTuple):
     slots: Any
 
 
+class Segments(NamedTuple):
+    """Stretches of every sequence that programs compute in parallel: the second dimension of the grid counts them."""
+
+    own: Any
+    """Saved: slot s has what segment s alone adds to the state or, in the backward pass, to the state's gradient."""
+    log_f: Any
+    """(B H, slots): sums of a segment's gates."""
+    chunks: Any
+    """Of a segment. The last one has what is left."""
+
+
 class Program(NamedTuple):
     """What a program computes."""
 
@@ -130,6 +141,25 @@ def program_of(P: tl.constexpr):
     g, block = (tl.program_id(0) // P.BLOCKS).to(tl.int64), tl.program_id(0) % P.BLOCKS
     part = block * (tl.num_programs(0) // P.BLOCKS).to(tl.int64) + g
     return Program(g, part, block, tl.arange(0, P.BK), block * P.BV + tl.arange(0, P.BV))
+
+
+@triton.jit
+def chunks_of(segments, N):
+    """Return this program's first chunk and the one after its last, of N."""
+    if segments is None:
+        return 0, N
+    else:
+        first = tl.program_id(1) * segments.chunks
+        return first, tl.minimum(first + segments.chunks, N)
+
+
+@triton.jit
+def gates_of_segment(segments, s, g):
+    """The sum of head g's gates in segment s; None without gates."""
+    if segments.log_f is None:
+        return None
+    else:
+        return tl.load(segments.log_f + g * segments.own.slots + s)
 
 
 @triton.jit

@@ -14,7 +14,9 @@ from model.ops.log_attention.triton_arguments import (
     Saved,
     Sums,
     any_of,
+    chunks_of,
     empty,
+    gates_of_segment,
     gradients_of,
     head_of,
     heads_of,
@@ -64,8 +66,11 @@ class State(NamedTuple):
 
 
 @triton.jit
-def forward_sweep(x, outputs, saved, doubtful, P: tl.constexpr):
-    """Write log_y, the state after, which tiles are doubtful, and if there is `saved` the state before each chunk."""
+def forward_sweep(x, outputs, saved, doubtful, segments, OWN: tl.constexpr, P: tl.constexpr):
+    """Write log_y, the state after, which tiles are doubtful, and if there is `saved` the state before each chunk.
+
+    OWN: write only what the program's segment adds to an empty state.
+    """
     program = program_of(P)
     N = tl.cdiv(x.T, P.C)
     x, log_y = heads_of(x, program.g, P), head_of(outputs.log_y, program.g, x.H)
@@ -74,8 +79,11 @@ def forward_sweep(x, outputs, saved, doubtful, P: tl.constexpr):
         saved = _slots_of(saved, program.g, P)
 
     M, z, key, value = _first_state(x, program, P)
+    if segments is not None and not OWN:
+        M, z, key, value = _after_segments(State(M, z, key, value), segments, program, P)
+    first, stop = chunks_of(segments, N)
     lost = 0
-    for n in range(N):
+    for n in range(first, stop):
         gates = gates_of(x.log_f, n, x.T, P)
         k_n = load_chunk(x.k, n, x.T, program.d, NOTHING, P.D_K, P)  # (C, BK)
         v_n = load_chunk(x.log_v, n, x.T, program.e, NOTHING, P.D_V, P)  # (C, BV)
@@ -91,19 +99,20 @@ def forward_sweep(x, outputs, saved, doubtful, P: tl.constexpr):
         e_v = once(exp_measured(v_n, finite(value)[None, :], P.OPERAND).to(P.OPERAND), P)
         if saved is not None:
             _save(saved, n, State(M, z, key, value), program, P)
-        e_q = exp_of_queries(load_chunk(x.q, n, x.T, program.d, 0.0, P.D_K, P), key, P)
-        _, sums, z_sums = _causal_sums(e_q, e_k, e_v, M, z, gates, between(gates), P)  # (C, BV), (C,)
-        y = log_of_scaled(sums * (1.0 / z_sums)[:, None], finite(value)[None, :])
-        store_chunk(y, log_y, n, x.T, program.e, P.D_V, P)
-        if x.log_f is not None:
-            lost |= tl.max((key == LOST).to(tl.int32))  # this chunk and what follows are doubtful
-        unsure = lost
-        if _some_doubtful(sums, z_sums, n, x, program, P):
-            k_n = load_chunk(x.k, n, x.T, program.d, NOTHING, P.D_K, P)  # loaded again to save registers
-            v_n = load_chunk(x.log_v, n, x.T, program.e, NOTHING, P.D_V, P)
-            terms, z_terms = _visible_terms(k_n, v_n, key_before, value_before, gates, P)
-            unsure |= _lacks_something(sums, z_sums, terms, z_terms, n, x, program, P)
-        tl.store(doubtful + n * P.BLOCKS, unsure)
+        if not OWN:
+            e_q = exp_of_queries(load_chunk(x.q, n, x.T, program.d, 0.0, P.D_K, P), key, P)
+            _, sums, z_sums = _causal_sums(e_q, e_k, e_v, M, z, gates, between(gates), P)  # (C, BV), (C,)
+            y = log_of_scaled(sums * (1.0 / z_sums)[:, None], finite(value)[None, :])
+            store_chunk(y, log_y, n, x.T, program.e, P.D_V, P)
+            if x.log_f is not None:
+                lost |= tl.max((key == LOST).to(tl.int32))  # this chunk and what follows are doubtful
+            unsure = lost
+            if _some_doubtful(sums, z_sums, n, x, program, P):
+                k_n = load_chunk(x.k, n, x.T, program.d, NOTHING, P.D_K, P)  # loaded again to save registers
+                v_n = load_chunk(x.log_v, n, x.T, program.e, NOTHING, P.D_V, P)
+                terms, z_terms = _visible_terms(k_n, v_n, key_before, value_before, gates, P)
+                unsure |= _lacks_something(sums, z_sums, terms, z_terms, n, x, program, P)
+            tl.store(doubtful + n * P.BLOCKS, unsure)
         to_end = times(e_k, gates.end)
         M = times(M, gates.total) + product(tl.trans(to_end), e_v, P)
         z = times(z, gates.total) + tl.sum(to_end.to(P.ACC), 0)
@@ -114,21 +123,28 @@ def forward_sweep(x, outputs, saved, doubtful, P: tl.constexpr):
             decay = forgotten(gates, key_in_chunk, key, P)
             M, z, lost = M * decay[:, None], z * decay, lost | hidden
 
-    if saved is not None:
-        _save(saved, N, State(M, z, key, value), program, P)
-    if outputs.state is not None:
-        seen = (key > NOTHING)[:, None] & (value > NOTHING)[None, :]
-        lost |= _largest((seen & is_doubtful(M, P.CERTAIN)).to(tl.int32))
-        lost |= tl.max(((key > NOTHING) & is_doubtful(z, P.CERTAIN)).to(tl.int32))
-        log_s = log_of_scaled(M, finite(key)[:, None] + finite(value)[None, :])
-        log_z = log_of_scaled(z, finite(key))
-        store_state(state_of(outputs.state, program.g, program.g, P), 0, log_s, log_z, program, P)
-    tl.store(doubtful + N * P.BLOCKS, lost)
+    if OWN:
+        key = tl.where(lost > 0, LOST, key)  # what follows is doubtful
+        _save(_slots_of(segments.own, program.g, P), tl.program_id(1), State(M, z, key, value), program, P)
+    elif stop == N:
+        if saved is not None:
+            _save(saved, N, State(M, z, key, value), program, P)
+        if outputs.state is not None:
+            seen = (key > NOTHING)[:, None] & (value > NOTHING)[None, :]
+            lost |= _largest((seen & is_doubtful(M, P.CERTAIN)).to(tl.int32))
+            lost |= tl.max(((key > NOTHING) & is_doubtful(z, P.CERTAIN)).to(tl.int32))
+            log_s = log_of_scaled(M, finite(key)[:, None] + finite(value)[None, :])
+            log_z = log_of_scaled(z, finite(key))
+            store_state(state_of(outputs.state, program.g, program.g, P), 0, log_s, log_z, program, P)
+        tl.store(doubtful + N * P.BLOCKS, lost)
 
 
 @triton.jit
-def backward_sweep(g_of, x, saved, doubtful, to, P: tl.constexpr):
-    """Write gradients `to`, from the last chunk to the first: g_M is for the state after a chunk."""
+def backward_sweep(g_of, x, saved, doubtful, to, segments, OWN: tl.constexpr, P: tl.constexpr):
+    """Write gradients `to`, from the last chunk to the first: g_M is for the state after a chunk.
+
+    OWN: write only the gradient of the state before the program's segment, through the segment's own results.
+    """
     program = program_of(P)
     N = tl.cdiv(x.T, P.C)
     if any_of(doubtful + program.g * (N + 1) * P.BLOCKS, (N + 1) * P.BLOCKS):
@@ -136,16 +152,19 @@ def backward_sweep(g_of, x, saved, doubtful, to, P: tl.constexpr):
     x, to, g_y = heads_of(x, program.g, P), gradients_of(to, program, P), head_of(g_of.log_y, program.g, x.H)
     saved = _slots_of(saved, program.g, P)
 
-    M, z, key, value = _saved(saved, N, program, P)
+    first, stop = chunks_of(segments, N)
+    M, z, key, value = _saved(saved, stop if OWN else N, program, P)
     g_M, g_z = empty(0.0, P.ACC, P)
-    if g_of.state is not None:
+    if g_of.state is not None and not OWN:
         g_s, g_norm = load_state(state_of(g_of.state, program.g, program.g, P), 0, program, 0.0, P)
         g_M = _over(g_s, M.to(P.ACC))
         if program.block == 0:
             g_z = _over(g_norm, z)
+    if segments is not None and not OWN:
+        g_M, g_z, key, value = _before_segments(State(g_M, g_z, key, value), saved, segments, program, P)
 
-    for i in range(N):
-        n = N - 1 - i
+    for i in range(stop - first):
+        n = stop - 1 - i
         gates = gates_of(x.log_f, n, x.T, P)
         if x.log_f is not None:
             M, z = load_state(saved.state, n + 1, program, 0.0, P)  # loaded again to save registers
@@ -170,29 +189,88 @@ def backward_sweep(g_of, x, saved, doubtful, to, P: tl.constexpr):
         within = between(gates)
         A, sums, z_sums = _causal_sums(e_q, e_k, e_v, M, z, gates, within, P)
         g_sums, g_z_sums = _over(g_n, sums).to(P.OPERAND), _over(-tl.sum(g_n, 1), z_sums)  # log_y = log(sums / z_sums)
-        g_A = product(g_sums, tl.trans(e_v), P) + g_z_sums[:, None]
-        g_A = weigh(g_A, within).to(P.OPERAND)  # (C, C)
         g_read, g_z_read = times(g_sums, gates.start), times(g_z_sums, gates.start)  # from the state
-        to_q = product(g_read, tl.trans(M), P) + g_z_read[:, None] * z[None, :]
-        to_q += product(g_A, e_k, P)
-        g_q = to_q * e_q.to(P.ACC)
-        store_chunk(g_q, to.q, n, x.T, program.d, P.D_K, P)
-        to_v = product(to_end, g_M, P)  # through later queries, and then the chunk's own
-        to_v += product(tl.trans(A), g_sums, P)
-        store_chunk(to_v * e_v.to(P.ACC), to.log_v, n, x.T, program.e, P.D_V, P)
-        to_k = times(product(e_v, tl.trans(g_M), P) + g_z[None, :], gates.end)
-        to_k += product(tl.trans(g_A), e_q, P)
-        g_k = to_k * e_k.to(P.ACC)
-        store_chunk(g_k, to.k, n, x.T, program.d, P.D_K, P)
-        if x.log_f is not None:
-            store_gates(gates_gradient(g_q - g_k, g_after, gates), to.log_f, n, x.T, P)
+        if not OWN:
+            g_A = product(g_sums, tl.trans(e_v), P) + g_z_sums[:, None]
+            g_A = weigh(g_A, within).to(P.OPERAND)  # (C, C)
+            to_q = product(g_read, tl.trans(M), P) + g_z_read[:, None] * z[None, :]
+            to_q += product(g_A, e_k, P)
+            g_q = to_q * e_q.to(P.ACC)
+            store_chunk(g_q, to.q, n, x.T, program.d, P.D_K, P)
+            to_v = product(to_end, g_M, P)  # through later queries, and then the chunk's own
+            to_v += product(tl.trans(A), g_sums, P)
+            store_chunk(to_v * e_v.to(P.ACC), to.log_v, n, x.T, program.e, P.D_V, P)
+            to_k = times(product(e_v, tl.trans(g_M), P) + g_z[None, :], gates.end)
+            to_k += product(tl.trans(g_A), e_q, P)
+            g_k = to_k * e_k.to(P.ACC)
+            store_chunk(g_k, to.k, n, x.T, program.d, P.D_K, P)
+            if x.log_f is not None:
+                store_gates(gates_gradient(g_q - g_k, g_after, gates), to.log_f, n, x.T, P)
         g_M = times(g_M, gates.total) + product(tl.trans(e_q), g_read, P)
         g_z = times(g_z, gates.total) + tl.sum(e_q.to(P.ACC) * g_z_read[:, None], 0)
 
-    if x.state is not None:
-        s, norm = load_state(x.state, 0, program, NOTHING, P)
-        g_s = g_M * exp_measured(s, finite(key)[:, None] + finite(value)[None, :], P.ACC)
-        store_state(to.state, 0, g_s, g_z * exp_measured(norm, finite(key), P.ACC), program, P)
+    if OWN:
+        store_state(_own_gradients(segments, program, P), tl.program_id(1), g_M, g_z, program, P)
+    elif x.state is not None:
+        if first == 0:
+            s, norm = load_state(x.state, 0, program, NOTHING, P)
+            g_s = g_M * exp_measured(s, finite(key)[:, None] + finite(value)[None, :], P.ACC)
+            store_state(to.state, 0, g_s, g_z * exp_measured(norm, finite(key), P.ACC), program, P)
+
+
+@triton.jit
+def _after_segments(state, segments, program, P: tl.constexpr):
+    """Return the state before this program's segment, given that before the first."""
+    M, z, key, value = state
+    own = _slots_of(segments.own, program.g, P)
+    for s in range(tl.program_id(1)):
+        log_f = gates_of_segment(segments, s, program.g)
+        key_before, value_before = key, value
+        M_s, z_s, key_s, value_s = _saved(own, s, program, P)
+        if log_f is None:
+            key, value = tl.maximum(key, key_s), tl.maximum(value, value_s)
+        else:
+            key = tl.maximum(frame_of(key + log_f * LOG2E, P.OPERAND), key_s)
+            value_left = tl.where(log_f > NOTHING, value, NOTHING)  # of columns without values in the segment
+            value = tl.where(value_s > NOTHING, tl.maximum(value, value_s), value_left)
+        decay, value_decay = _across(key_before, key, value_before, value, log_f)
+        own_decay = power_of_two(key_s - finite(key))
+        M = M * decay[:, None] * value_decay[None, :]
+        M += M_s * own_decay[:, None] * power_of_two(value_s - finite(value))[None, :]
+        z = z * decay + z_s * own_decay
+    return State(M, z, key, value)
+
+
+@triton.jit
+def _before_segments(g, saved, segments, program, P: tl.constexpr):
+    """Return the gradient of the state after this program's segment, given that after the last, and their frames."""
+    g_M, g_z, key, value = g
+    last = tl.num_programs(1) - 1
+    for i in range(last - tl.program_id(1)):
+        s = last - i
+        log_f = gates_of_segment(segments, s, program.g)
+        key_after, value_after = key, value
+        _, _, key, value = _saved(saved, s * segments.chunks, program, P)
+        own_M, own_z = load_state(_own_gradients(segments, program, P), s, program, 0.0, P)
+        decay, value_decay = _across(key, key_after, value, value_after, log_f)
+        g_M = g_M * decay[:, None] * value_decay[None, :] + own_M
+        g_z = g_z * decay + own_z
+    return State(g_M, g_z, key, value)
+
+
+@triton.jit
+def _own_gradients(segments, program, P: tl.constexpr):
+    """Where the gradients of a program's segments are: each block of value columns has its part of the normalizer's."""
+    own, keys = segments.own.state, segments.own.slots * P.D_K
+    return Sums(own.s + program.g * keys * P.D_V, own.z + program.part * keys)
+
+
+@triton.jit
+def _across(key, key_after, value, value_after, log_f):
+    """The factors (BK,) and (BV,) of a segment, from M before it to what is left of it in the frames after it."""
+    shift = key - finite(key_after)
+    decay = power_of_two(shift) if log_f is None else tl.exp2(shift + log_f * LOG2E)
+    return decay, power_of_two(tl.minimum(value - finite(value_after), 0.0))  # less after a reset, of nothing
 
 
 @triton.jit

@@ -227,8 +227,9 @@ def forgotten(gates, key, key_after, P: tl.constexpr):
     if gates.total is None:
         return power_of_two(key - finite(key_after))  # at most 1
     else:
-        # A frame that starts again after a reset can be any number smaller, but then M is 0.
-        return power_of_two(tl.minimum(key - finite(key_after), P.SHRINKS + 1.0))
+        # A frame that starts again after a reset can be any number smaller, but then M is 0. One that segments are
+        # joined in does not count how many keys have been added: of up to 2^20.
+        return power_of_two(tl.minimum(key - finite(key_after), P.SHRINKS + 21.0))
 
 
 @triton.jit
