@@ -1,4 +1,5 @@
-// The page: sends a request to /v1/completions, shows the text as it comes, and each token's probability.
+// The page: sends a request to /v1/completions, shows the text as it comes, and each token's probability. With a chat
+// model, it first holds a conversation through /v1/chat/completions.
 
 const N_ALTERNATIVES = 5;
 const PER_FRAME = 250, PER_BLOCK = 250; // tokens: at most this many are added at once; about this many per block
@@ -8,18 +9,42 @@ const tokens = new WeakMap(); // of a span: [{text, logprob, top}]
 const fresh = []; // pieces that are not on the page yet
 let drawing = Promise.resolve(); // resolves when they are
 let running = null; // AbortController of the current request
+const talk = []; // the messages of the conversation: {role, content}
 
 fetch("v1/models").then((answer) => answer.json()).then(({ data: [model] }) => {
   byId("model").textContent = model.id + (model.max_model_len ? `, up to ${model.max_model_len} tokens` : "");
   form.elements.max_tokens.max = model.max_tokens;
   document.title = `${model.id} - log-gpt`;
+  byId("view").hidden = !model.chat;
+  show_chat(model.chat);
 });
 
-form.addEventListener("submit", (event) => {
-  event.preventDefault();
-  generate();
+function show_chat(on) {
+  document.body.classList.toggle("chat", on);
+  byId("view").textContent = on ? "Continue a text" : "Chat";
+}
+
+for (const each of [form, byId("ask")]) {
+  each.addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (document.body.classList.contains("chat")) send();
+    else generate();
+  });
+}
+for (const name of ["stop", "stop_answer"]) byId(name).addEventListener("click", () => running?.abort());
+byId("view").addEventListener("click", () => show_chat(!document.body.classList.contains("chat")));
+byId("new").addEventListener("click", () => {
+  talk.length = 0;
+  byId("talk").replaceChildren();
+  say("");
+  buttons();
+  byId("message").focus();
 });
-byId("stop").addEventListener("click", () => running?.abort());
+byId("message").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing || event.ctrlKey || event.metaKey) return;
+  event.preventDefault();
+  send();
+});
 byId("continue").addEventListener("click", () => {
   prompt.value = text.textContent;
   generate();
@@ -32,17 +57,62 @@ document.addEventListener("keydown", (event) => {
 async function generate() {
   if (running) return;
   const body = request();
-  running = new AbortController();
   text.replaceChildren();
   tip.hidden = true;
   text.parentElement.scrollIntoView({ block: "nearest" }); // on a small screen it is below the form
   if (!body.echo && body.prompt) body.prompt.split(/(?<=\n)/).forEach((line) => show(line));
+  await run("v1/completions", body, append);
+}
+
+// Send a message and show the answer. A stopped answer stays; a message that fails goes back to its place.
+async function send() {
+  const box = byId("message"), log = byId("talk"), content = box.value;
+  if (running || !content.trim()) return;
+  box.value = "";
+  const system = byId("system").value ? [{ role: "system", content: byId("system").value }] : [];
+  const shown = [message("user", content), message("assistant", "")];
+  const answer = shown[1].appendChild(document.createElement("span"));
+  talk.push({ role: "user", content });
+  log.append(...shown);
+  log.scrollTop = log.scrollHeight;
+  log.ariaBusy = "true"; // a screen reader reads the whole answer
+  const { prompt: _, echo: __, logprobs: ___, ...body } = request();
+  const whole = await run("v1/chat/completions", { ...body, messages: [...system, ...talk] }, ({ delta }) => {
+    const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+    answer.append(delta.content);
+    if (atEnd) log.scrollTop = log.scrollHeight;
+    return 1;
+  });
+  log.ariaBusy = "false";
+  if (whole) {
+    talk.push({ role: "assistant", content: answer.textContent });
+  } else {
+    talk.pop();
+    shown.forEach((element) => element.remove());
+    box.value ||= content;
+  }
+  buttons();
+}
+
+function message(role, content) {
+  const element = document.createElement("div"), name = document.createElement("b");
+  element.className = `message ${role}`;
+  name.textContent = role === "user" ? "You" : "Model";
+  element.append(name, content);
+  return element;
+}
+
+// Send a request, and hand over each new part of a choice to `take`, which returns its number of tokens. Return whether
+// there was no error; the user may have stopped it.
+async function run(path, body, take) {
+  running = new AbortController();
+  let failed = false;
   say("waiting for a place");
   buttons();
   const started = performance.now();
   let first, n = 0, reused = "", reason = "stopped", told = 0;
   try {
-    for await (const chunk of chunks(body, running.signal)) {
+    for await (const chunk of chunks(path, body, running.signal)) {
       if (chunk.reading) {
         say(chunk.reading);
         continue;
@@ -54,7 +124,7 @@ async function generate() {
         if (cached) reused = `, ${cached} of ${chunk.usage.prompt_tokens} prompt tokens were read before`;
       }
       for (const choice of chunk.choices) {
-        n += append(choice);
+        n += take(choice);
         reason = choice.finish_reason ?? reason;
       }
       if (performance.now() - told > 100) {
@@ -68,13 +138,14 @@ async function generate() {
     await drawing;
     say(end);
   } catch (error) {
-    const stopped = error.name === "AbortError";
-    const end = stopped ? `stopped; ${progress(n, first)}; seed ${body.seed}` : error.message;
+    failed = error.name !== "AbortError";
+    const end = failed ? error.message : `stopped; ${progress(n, first)}; seed ${body.seed}`;
     await drawing;
-    say(end, !stopped);
+    say(end, failed);
   }
   running = null;
   buttons();
+  return !failed;
 }
 
 // The form as a request. A missing seed is chosen here, so that it can be shown.
@@ -95,9 +166,9 @@ function request() {
 }
 
 // The objects of a stream of server-sent events. A comment says how far a long prompt is read.
-async function* chunks(body, signal) {
+async function* chunks(path, body, signal) {
   const headers = { "Content-Type": "application/json" };
-  const answer = await fetch("v1/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
+  const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal });
   if (!answer.ok) throw new Error((await answer.json()).error.message);
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -193,6 +264,9 @@ function buttons() {
   byId("generate").disabled = running !== null;
   byId("stop").disabled = running === null;
   byId("continue").disabled = running !== null || text.textContent === "";
+  byId("send").disabled = running !== null;
+  byId("stop_answer").disabled = running === null;
+  byId("new").disabled = running !== null || talk.length === 0;
 }
 
 text.addEventListener("mouseover", ({ target }) => {

@@ -102,10 +102,19 @@ def serve(run_dir):
 
 
 @pytest.fixture(scope="session")
-def chat_served(serve, make_gpt, tokenizer, tmp_path_factory):
-    """The server of a model with markers."""
+def chat_gpt(make_gpt):
+    """Such a model with markers, which writes any byte, sometimes the end of an answer, and no other marker."""
+    gpt = make_gpt(n_vocab=261, endless=True)
+    with torch.no_grad():
+        gpt.embed.weight.mul_(0.1)[256:260] = -10
+    return gpt
+
+
+@pytest.fixture(scope="session")
+def chat_served(serve, chat_gpt, tokenizer, tmp_path_factory):
+    """The server of that model."""
     path = tmp_path_factory.mktemp("runs") / "talker"
-    begin_with(make_gpt(n_vocab=261, endless=True), ChatTokenizer(tokenizer), path, seq_len=16, batch_tokens=16)
+    begin_with(chat_gpt, ChatTokenizer(tokenizer), path, seq_len=16, batch_tokens=16)
     return serve("max_prompt_tokens=2000", run_dir=path)
 
 

@@ -311,11 +311,11 @@ def answer(client, **body):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_an_answer_is_what_the_model_generates_to_its_end_marker(chat_client, make_gpt, seed):
+def test_an_answer_is_what_the_model_generates_to_its_end_marker(chat_client, chat_gpt, seed):
     sampling = {"temperature": 2.0, "top_p": 0.99}
     said = answer(chat_client, model="talker", messages=TALK, max_completion_tokens=300, seed=seed, **sampling)
     ids = CHAT.encode_chat([("system", "Be brief."), ("user", "2+3?")], answer=True)
-    drawn = drawn_by(make_gpt(n_vocab=261, endless=True), ids, 300, seed, **sampling)
+    drawn = drawn_by(chat_gpt, ids, 300, seed, **sampling)
     drawn, ended = drawn[: (end := drawn.index(260) + 1 if 260 in drawn else 300)], 260 in drawn
     message = {"role": "assistant", "content": CHAT.decode_bytes(drawn).decode(errors="replace")}
     reason = "stop" if ended else "length"

@@ -238,3 +238,57 @@ def test_what_the_server_refuses_is_said(page):
     assert page.run("return document.querySelector('#status').classList.contains('wrong')")
     assert page.run("return !document.querySelector('#generate').disabled")
     assert len(page.errors()) == 1  # the browser's own line about status 400
+
+
+@pytest.fixture
+def chat(browser, chat_served):
+    browser.open(chat_served.url)
+    browser.wait(lambda: browser.text("#model").startswith("talker"))
+    yield browser
+    assert browser.errors() == []
+
+
+def messages(page):
+    return page.run("return [...document.querySelectorAll('.message')].map((one) => one.textContent)")
+
+
+def test_a_conversation_is_held_with_the_keyboard_and_begun_anew(chat, chat_served):
+    for name, value in {"max_tokens": 40, "seed": 3, "temperature": 0.7, "top_k": ""}.items():
+        chat.write(f"[name={name}]", str(value))
+    chat.write("#system", "Be brief.")
+    talk = [{"role": "system", "content": "Be brief."}]
+    for turn, words in enumerate(["né <b>&amp;", "two\ue008\ue007\ue000lines"]):  # shift and enter
+        chat.write("#message", words + "\ue007")
+        chat.wait(lambda turn=turn: len(messages(chat)) == 2 * turn + 2 and "seed" in chat.text("#status"))
+        talk.append({"role": "user", "content": ["né <b>&amp;", "two\nlines"][turn]})
+        body = {"messages": talk, "max_tokens": 40, "seed": 3, "temperature": 0.7}
+        talk.append(httpx.post(f"{chat_served.url}/v1/chat/completions", json=body).json()["choices"][0]["message"])
+    names = {"user": "You", "assistant": "Model"}
+    assert messages(chat) == [names[one["role"]] + one["content"] for one in talk[1:]]
+    assert chat.run("return document.querySelector('#talk').ariaBusy") == "false"
+    chat.click("#new")
+    assert messages(chat) == []
+    chat.click("#view")
+    generate(chat, "x", max_tokens=3)
+    chat.wait(lambda: chat.text("#text").startswith("x"))
+
+
+def test_an_answer_is_stopped_and_a_refused_message_comes_back(chat):
+    for name, value in {"max_tokens": 4000, "temperature": 0}.items():
+        chat.write(f"[name={name}]", str(value))
+    chat.write("#message", "a")
+    chat.click("#send")
+    chat.wait(lambda: len(messages(chat)[1:][0]) > len("Model") + 20)
+    chat.ask("POST", f"/element/{chat.find('body')}/value", {"text": "\ue00c"})  # escape
+    chat.wait(lambda: chat.text("#status").startswith("stopped"))
+    chat.run("document.querySelector('#message').value = 'x'.repeat(2001)")
+    chat.click("#send")
+    chat.wait(lambda: "at most 2000" in chat.text("#status"))
+    assert len(messages(chat)) == 2
+    assert chat.run("return document.querySelector('#message').value.length") == 2001
+    assert len(chat.errors()) == 1  # the browser's own line about status 400
+
+
+def test_another_model_has_no_chat(page):
+    hidden = "return [...document.querySelectorAll('.of-chat, #view')].every((one) => one.offsetParent === null)"
+    assert page.run(hidden)
