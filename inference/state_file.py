@@ -5,7 +5,6 @@ following tokens, which have not been read yet. The metadata hold the format ver
 of tokens read, and the sha256 of all this.
 """
 
-import contextlib
 import hashlib
 import json
 import re
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from common.console import say
-from common.files import file_size, write_atomic
+from common.files import file_size, refuse_foreign, write_atomic
 from common.settings import UserError
 from inference.load import Loaded
 from inference.prefill import Prefix, Request, read
@@ -32,16 +31,10 @@ _REST = "rest"
 
 def check_place(path: Path) -> None:
     """Raise UserError if a state cannot be written there. A state may be overwritten, and no other file."""
-    if file_size(path) and not _is_state(path):
-        raise UserError(f"state_out={path} exists and is not a state: choose another file, or delete it")
+    file_size(path)
+    refuse_foreign(_FORMAT.encode(), path)
     if not path.parent.is_dir():
         raise UserError(f"state_out={path} cannot be written: there is no folder {path.parent}")
-
-
-def _is_state(path: Path) -> bool:
-    with contextlib.suppress(UserError):
-        return read_header(path)[0].get("format") == _FORMAT
-    return False
 
 
 def save_state(path: Path, request: Request, loaded: Loaded) -> None:

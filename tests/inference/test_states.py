@@ -143,7 +143,7 @@ def test_a_conversation_goes_on_where_it_ended(sampled, monkeypatch):
     [
         ({"state_out": "nowhere/s"}, "state_out=nowhere/s cannot be written: there is no folder nowhere"),
         ({"state_out": "."}, r"\. is a link, a folder, a pipe or a device: put a regular file there"),
-        ({"state_out": "notes.txt"}, "notes.txt exists and is not a state: choose another file, or delete it"),
+        ({"state_out": "notes.txt"}, "notes.txt exists and is not from this command, which would replace it"),
         ({"state_in": "s"}, "cannot read s: No such file or directory"),
         ({"prompts_file": "p", "state_out": "s"}, "state_out is for one text: give prompt or prompt_file"),
         ({"max_new_tokens": 0}, "max_new_tokens=0 only reads the prompt: give state_out=FILE too, or more tokens"),
