@@ -34,6 +34,7 @@ from model.ops.log_attention.triton_math import (
     LOST,
     NOTHING,
     after_gates,
+    applied,
     between,
     exp_measured,
     finite,
@@ -47,6 +48,7 @@ from model.ops.log_attention.triton_math import (
     once,
     power_of_two,
     product,
+    reciprocal,
     times,
     weigh,
 )
@@ -83,7 +85,7 @@ def forward_sweep(x, outputs, saved, doubtful, segments, OWN: tl.constexpr, P: t
         M, z, key, value = _after_segments(State(M, z, key, value), segments, program, P)
     first, stop = chunks_of(segments, N)
     lost = 0
-    for n in range(first, stop):
+    for n in tl.range(first, stop, disable_licm=True):  # what is hoisted would take registers
         gates = gates_of(x.log_f, n, x.T, P)
         k_n = load_chunk(x.k, n, x.T, program.d, NOTHING, P.D_K, P)  # (C, BK)
         v_n = load_chunk(x.log_v, n, x.T, program.e, NOTHING, P.D_V, P)  # (C, BV)
@@ -101,7 +103,9 @@ def forward_sweep(x, outputs, saved, doubtful, segments, OWN: tl.constexpr, P: t
             _save(saved, n, State(M, z, key, value), program, P)
         if not OWN:
             e_q = exp_of_queries(load_chunk(x.q, n, x.T, program.d, 0.0, P.D_K, P), key, P)
-            _, sums, z_sums = _causal_sums(e_q, e_k, e_v, M, z, gates, between(gates), P)  # (C, BV), (C,)
+            A = product(e_q, tl.trans(e_k), P)
+            z_read = tl.sum(e_q.to(P.ACC) * z[None, :], 1)
+            _, sums, z_sums = _causal_sums(A, between(gates, A), e_q, e_v, M, z_read, gates, P)  # (C, BV), (C,)
             y = log_of_scaled(sums * (1.0 / z_sums)[:, None], finite(value)[None, :])
             store_chunk(y, log_y, n, x.T, program.e, P.D_V, P)
             if x.log_f is not None:
@@ -163,51 +167,57 @@ def backward_sweep(g_of, x, saved, doubtful, to, segments, OWN: tl.constexpr, P:
     if segments is not None and not OWN:
         g_M, g_z, key, value = _before_segments(State(g_M, g_z, key, value), saved, segments, program, P)
 
-    for i in range(stop - first):
+    for i in tl.range(stop - first, disable_licm=True):
         n = stop - 1 - i
         gates = gates_of(x.log_f, n, x.T, P)
-        if x.log_f is not None:
-            M, z = load_state(saved.state, n + 1, program, 0.0, P)  # loaded again to save registers
-            g_after = tl.sum(g_M * M.to(P.ACC), 1) + g_z * z
+        M, z, key, value = _saved(saved, n, program, P)
         k_n = load_chunk(x.k, n, x.T, program.d, NOTHING, P.D_K, P)  # (C, BK)
-        v_n = load_chunk(x.log_v, n, x.T, program.e, NOTHING, P.D_V, P)  # (C, BV)
-        M, z, key_n, value_n = _saved(saved, n, program, P)
-        decay = forgotten(gates, key_n, key, P)  # from the frame of chunk n to that of chunk n + 1
-        if x.log_f is None:
-            value_decay = power_of_two(value_n - finite(value))  # at most 1
-        else:
-            value_decay = power_of_two(tl.minimum(value_n - finite(value), 0.0))  # less after a reset, of nothing
-        g_M *= decay[:, None] * value_decay[None, :]
-        g_z *= decay
-        key, value = key_n, value_n
         e_k = once(exp_measured(k_n, finite(key)[None, :], P.OPERAND).to(P.OPERAND), P)
-        e_v = once(exp_measured(v_n, finite(value)[None, :], P.OPERAND).to(P.OPERAND), P)
         to_end = times(e_k, gates.end)
-        q_n = load_chunk(x.q, n, x.T, program.d, 0.0, P.D_K, P)  # (C, BK)
+        v_n = load_chunk(x.log_v, n, x.T, program.e, NOTHING, P.D_V, P)  # (C, BV)
+        e_v = once(exp_measured(v_n, finite(value)[None, :], P.OPERAND).to(P.OPERAND), P)
+        e_q = exp_of_queries(load_chunk(x.q, n, x.T, program.d, 0.0, P.D_K, P), key, P)
+        A = product(e_q, tl.trans(e_k), P)
+        within = between(gates, A)
+        A, sums, z_sums = _causal_sums(A, within, e_q, e_v, M, applied(e_q, z, P), gates, P)
         g_n = load_chunk(g_y, n, x.T, program.e, 0.0, P.D_V, P)  # (C, BV)
-        e_q = exp_of_queries(q_n, key, P)
-        within = between(gates)
-        A, sums, z_sums = _causal_sums(e_q, e_k, e_v, M, z, gates, within, P)
-        g_sums, g_z_sums = _over(g_n, sums).to(P.OPERAND), _over(-tl.sum(g_n, 1), z_sums)  # log_y = log(sums / z_sums)
-        g_read, g_z_read = times(g_sums, gates.start), times(g_z_sums, gates.start)  # from the state
+        g_sums, g_z_sums = _over(g_n, sums), _over(-tl.sum(g_n, 1), z_sums)  # log_y = log(sums / z_sums)
+        g_read, g_z_read = times(g_sums, gates.start).to(P.OPERAND), times(g_z_sums, gates.start)  # from the state
+        g_sums = g_sums.to(P.OPERAND)
         if not OWN:
             g_A = product(g_sums, tl.trans(e_v), P) + g_z_sums[:, None]
             g_A = weigh(g_A, within).to(P.OPERAND)  # (C, C)
+        # From here on, g_M and g_z are in chunk n's frames. States and frames are loaded again to save registers.
+        M, z, key_after, value_after = _saved(saved, n + 1, program, P)
+        if x.log_f is not None and not OWN:
+            g_after = tl.sum(g_M * M.to(P.ACC), 1) + g_z * z
+        _, _, key, value = _saved(saved, n, program, P)
+        decay = forgotten(gates, key, key_after, P)
+        if x.log_f is None:
+            value_decay = power_of_two(value - finite(value_after))  # at most 1
+        else:
+            value_decay = power_of_two(tl.minimum(value - finite(value_after), 0.0))  # less after a reset, of nothing
+        g_M *= decay[:, None] * value_decay[None, :]
+        g_z *= decay
+        if not OWN:
+            to_v = product(to_end, g_M, P)  # through later queries, and then the chunk's own
+            to_v += product(tl.trans(A), g_sums, P)
+            store_chunk(to_v * e_v.to(P.ACC), to.log_v, n, x.T, program.e, P.D_V, P)
+            to_k = times(product(e_v, tl.trans(g_M), P) + once(g_z, P)[None, :], gates.end)
+            to_k += product(tl.trans(g_A), e_q, P)
+            g_k = to_k * e_k.to(P.ACC)
+            store_chunk(g_k, to.k, n, x.T, program.d, P.D_K, P)
+            g_rows = -tl.sum(g_k, 1)
+        g_M = times(g_M, gates.total) + product(tl.trans(e_q), g_read, P)
+        g_z = times(g_z, gates.total) + applied(tl.trans(e_q), g_z_read, P)
+        if not OWN:
+            M, z = load_state(saved.state, n, program, 0.0, P)
             to_q = product(g_read, tl.trans(M), P) + g_z_read[:, None] * z[None, :]
             to_q += product(g_A, e_k, P)
             g_q = to_q * e_q.to(P.ACC)
             store_chunk(g_q, to.q, n, x.T, program.d, P.D_K, P)
-            to_v = product(to_end, g_M, P)  # through later queries, and then the chunk's own
-            to_v += product(tl.trans(A), g_sums, P)
-            store_chunk(to_v * e_v.to(P.ACC), to.log_v, n, x.T, program.e, P.D_V, P)
-            to_k = times(product(e_v, tl.trans(g_M), P) + g_z[None, :], gates.end)
-            to_k += product(tl.trans(g_A), e_q, P)
-            g_k = to_k * e_k.to(P.ACC)
-            store_chunk(g_k, to.k, n, x.T, program.d, P.D_K, P)
             if x.log_f is not None:
-                store_gates(gates_gradient(g_q - g_k, g_after, gates), to.log_f, n, x.T, P)
-        g_M = times(g_M, gates.total) + product(tl.trans(e_q), g_read, P)
-        g_z = times(g_z, gates.total) + tl.sum(e_q.to(P.ACC) * g_z_read[:, None], 0)
+                store_gates(gates_gradient(g_rows + tl.sum(g_q, 1), g_after, gates), to.log_f, n, x.T, P)
 
     if OWN:
         store_state(_own_gradients(segments, program, P), tl.program_id(1), g_M, g_z, program, P)
@@ -282,10 +292,10 @@ def exp_of_queries(q, key, P: tl.constexpr):
 
 
 @triton.jit
-def _causal_sums(e_q, e_k, e_v, M, z, gates, within, P: tl.constexpr):
-    """Return A = tril(e_q e_k^T) (C, C), the sums (C, BV) and those of the normalizer (C,)."""
-    A = weigh(product(e_q, tl.trans(e_k), P), within)
-    z_sums = times(tl.sum(e_q.to(P.ACC) * z[None, :], 1), gates.start) + tl.sum(A, 1)
+def _causal_sums(A, within, e_q, e_v, M, z_read, gates, P: tl.constexpr):
+    """Return A = tril(e_q e_k^T) (C, C), weighed, the sums (C, BV) and those of the normalizer (C,)."""
+    A = weigh(A, within)
+    z_sums = times(z_read, gates.start) + tl.sum(A, 1)
     A = A.to(P.OPERAND)
     return A, times(product(e_q, M, P), gates.start) + product(A, e_v, P), z_sums
 
@@ -388,4 +398,4 @@ def _lacks_something(sums, z_sums, terms, z_terms, n, x, program, P: tl.constexp
 @triton.jit
 def _over(a, b):
     """a / b; 0 for an empty sum b."""
-    return tl.where(b == 0.0, 0.0, a / tl.where(b == 0.0, 1.0, b))
+    return tl.where(b == 0.0, 0.0, a * reciprocal(b))

@@ -103,6 +103,15 @@ def log_of_scaled(x, frame):
 
 
 @triton.jit
+def reciprocal(x):
+    """1 / x."""
+    if INTERPRETED or x.dtype == tl.float64:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _log2_of_mantissa(x):
     """log2 of x between 1 and 2; the GPU's own in float32, which is right to 2^-22."""
     if INTERPRETED or x.dtype == tl.float64:
@@ -113,14 +122,15 @@ def _log2_of_mantissa(x):
 
 @triton.jit
 def once(x, P: tl.constexpr):
-    """x itself, which the compiler cannot compute again for another layout.
+    """x itself, which the compiler cannot compute again, or earlier, for another layout.
 
     For wider types and heads it can: holding x would take more shared memory than most GPUs have.
     """
-    if INTERPRETED or x.dtype != tl.bfloat16 or P.BK > 64:
+    if INTERPRETED or P.OPERAND != tl.bfloat16 or P.BK > 64:
         return x
     else:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.bfloat16, is_pure=False, pack=2)
+        pack: tl.constexpr = 2 if x.dtype == tl.bfloat16 else 1  # to 32 bits
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, is_pure=False, pack=pack)
 
 
 @triton.jit
@@ -130,6 +140,20 @@ def product(a, b, P: tl.constexpr):
     if INTERPRETED:  # its dot treats bfloat16 as integers
         a, b = a.to(P.ACC), b.to(P.ACC)
     return tl.dot(a, b, input_precision=P.PRECISION, out_dtype=P.ACC)
+
+
+@triton.jit
+def applied(a, x, P: tl.constexpr):
+    """a @ x for a vector x with all its digits: for bfloat16, in three columns of a product."""
+    if P.OPERAND == tl.bfloat16:
+        column = tl.arange(0, 16)[None, :]
+        high = x.to(P.OPERAND).to(P.ACC)
+        middle = (x - high).to(P.OPERAND).to(P.ACC)
+        low = (x - high) - middle
+        digits = tl.where(column == 0, high[:, None], tl.where(column == 1, middle[:, None], low[:, None]))
+        return tl.sum(product(a, tl.where(column < 3, digits, 0.0), P), 1)
+    else:
+        return tl.sum(a.to(P.ACC) * x[None, :], 1)
 
 
 class ChunkGates(NamedTuple):
@@ -175,19 +199,29 @@ def gates_of(log_f, n, T, P: tl.constexpr):
 
 
 @triton.jit
-def between(gates):
-    """Sums of a head's gates after key j up to query t (C, C); None without gates."""
+def between(gates, A):
+    """Factors of a head's gates after key j up to query t (C, C), in the layout of A (C, C); None without gates."""
     if gates.each is None:
         return None
     else:
-        return (gates.high[:, None] - gates.high[None, :]) + (gates.low[:, None] - gates.low[None, :])
+        high = beside(tl.broadcast_to(gates.high[:, None], A.shape), A)
+        return tl.exp2(((high - gates.high[None, :]) + (gates.low[:, None] - gates.low[None, :])) * LOG2E)
+
+
+@triton.jit
+def beside(x, y):
+    """x itself, which the compiler holds where it holds y, rather than to move it there through shared memory."""
+    if INTERPRETED or x.dtype != tl.float32:
+        return x
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [x, y], tl.float32, is_pure=False, pack=1)
 
 
 @triton.jit
 def weigh(A, within):
     """Multiply A (C, C) for queries and keys by the factors `within` of `between`; 0 for later keys."""
     rows = tl.arange(0, A.shape[0])
-    A = A if within is None else A * tl.exp(within)
+    A = A if within is None else A * within
     return tl.where(rows[:, None] >= rows[None, :], A, 0.0)
 
 
@@ -197,7 +231,7 @@ def times(x, log_factor):
     if log_factor is None:
         return x
     else:
-        factor = tl.exp(log_factor)
+        factor = tl.exp2(log_factor * LOG2E)
         if len(x.shape) == 2 and len(factor.shape) == 1:
             factor = factor[:, None]
         return (x * factor).to(x.dtype)
@@ -236,9 +270,9 @@ def forgotten(gates, key, key_after, P: tl.constexpr):
 def gates_gradient(g, g_after, gates):
     """Return the gradients of a chunk's gates (C,), as `log_f_gradient` in gates.py.
 
-    g (C, BK) is the gradient of queries less that of keys, and g_after (BK,) the sum over values of the state after the
-    chunk times its gradient.
+    g (C,) sums the gradient of queries less that of keys over features, and g_after (BK,) the state after the chunk
+    times its gradient over values.
     """
     # One dimension more, as in _largest, for compute capability 10.
-    through = tl.cumsum(tl.sum(g, 1), 0, reverse=True) + tl.sum(tl.sum(g_after[None, :], 1), 0)
+    through = tl.cumsum(g, 0, reverse=True) + tl.sum(tl.sum(g_after[None, :], 1), 0)
     return tl.where(gates.each == NOTHING, 0.0, through)
