@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from common.settings import UserError
-from data.shards import TokenizerId
+from data.shards import TokenizerId, TokenStream
 from data.tokenizer import Tokenizer
 
 MARKERS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 ROLES = ("system", "user", "assistant")
 _TOOLS = ("tool", "function", "ipython")
+_BLOCK = 1024  # tokens before a window that are read at a time
 
 
 class ChatTokenizer(Tokenizer):
@@ -124,4 +125,30 @@ def parse_message(message: Any) -> tuple[str, str]:
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str):
         raise UserError("a message whose content is not text")
+    try:
+        content.encode()
+    except UnicodeEncodeError:  # JSON's "\ud800" is half a character
+        raise UserError("lone surrogate") from None
     return role, content
+
+
+def in_answers(stream: TokenStream, start: int, ids: np.ndarray) -> np.ndarray:
+    """Return whether the token after each of `ids` (n,), the tokens of a stream from `start` on, is of an answer.
+
+    The last marker or <|endoftext|> decides: tokens after that of the assistant are its answer, <|end|> included.
+
+    Returns:
+        bool (n,).
+    """
+    first_marker = stream.n_vocab - len(MARKERS)
+    assistant = first_marker + MARKERS.index("<|assistant|>")
+
+    def decides(ids: np.ndarray) -> np.ndarray:
+        return (ids >= first_marker) | (ids == stream.eot_id)
+
+    earlier = ids[:0]
+    while (stop := start - earlier.size) and not decides(earlier).any():
+        earlier = np.concatenate([stream.read(max(0, stop - max(_BLOCK, earlier.size)), stop), earlier])
+    both = np.concatenate([earlier, ids])
+    last = np.maximum.accumulate(np.where(decides(both), np.arange(both.size), 0))
+    return (both[last] == assistant)[earlier.size :]

@@ -5,13 +5,23 @@ from pathlib import Path
 import numpy as np
 
 from common.settings import UserError
+from data.chat import in_answers
 from data.mixture import Mixture, Weights, open_mixture
 from data.permutation import shuffled
 from data.shards import Manifest, TokenStream
 
-IGNORED = -1  # the target of padding
+IGNORED = -1  # the target of padding, and of what data.loss leaves out
 
 Batch = tuple[np.ndarray, np.ndarray]
+
+
+def window(stream: TokenStream, start: int, stop: int) -> Batch:
+    """Return tokens [start, stop) of a split and the targets after them, both int64 (stop - start,)."""
+    tokens = stream.read(start, stop + 1)
+    token_ids, targets = tokens[:-1], tokens[1:]
+    if stream.loss == "answers":
+        targets = np.where(in_answers(stream, start, token_ids), targets, IGNORED)
+    return token_ids, targets
 
 
 class TrainBatches:
@@ -47,9 +57,10 @@ class TrainBatches:
     def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
         """Rows [start, stop) of the global batch `step`: token_ids and targets, int64 (stop - start, seq_len)."""
         begins = self.starts(step, start, stop).tolist()
-        tokens = [self.stream.read(begin, begin + self.seq_len + 1) for begin in begins]
-        windows = np.stack(tokens) if tokens else np.empty((0, self.seq_len + 1), np.int64)
-        return windows[:, :-1], windows[:, 1:]
+        token_ids, targets = np.empty((2, len(begins), self.seq_len), np.int64)
+        for row, begin in enumerate(begins):
+            token_ids[row], targets[row] = window(self.stream, begin, begin + self.seq_len)
+        return token_ids, targets
 
     def windows(self, sequences: np.ndarray) -> np.ndarray:
         """Return the window of each sequence of the run, counted from its first: int64 (n,) -> int64 (n,)."""
@@ -92,9 +103,7 @@ class EvalBatches:
         targets = np.full((n_rows, self.seq_len), IGNORED, np.int64)
         for row in range(n_rows):
             first, end = self.span(start + row)
-            tokens = self.stream.read(first, end + 1)
-            token_ids[row, : tokens.size - 1] = tokens[:-1]
-            targets[row, : tokens.size - 1] = tokens[1:]
+            token_ids[row, : end - first], targets[row, : end - first] = window(self.stream, first, end)
             if first:
                 targets[row, : self.seq_len - self.stride] = IGNORED
         return token_ids, targets

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -41,6 +41,9 @@ class DataConfig(Settings, defaults="train:data"):
     every window once an epoch."""
     document_reset: bool
     """Whether the documents of a window don't see each other: the <|endoftext|> that ends one begins the next."""
+
+    loss: Literal["all", "answers"]
+    """Which tokens are targets: all, or, in conversations, those of the assistant and <|end|> after them."""
 
     def reset_at(self, eot_id: int) -> int | None:
         """The id of <|endoftext|> if documents are kept apart (document_reset), else None."""

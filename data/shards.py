@@ -262,7 +262,19 @@ class TokenStream:
     Every read opens and closes its file: nothing stays mapped or open during a long run.
     """
 
-    def __init__(self, dataset_dir: Path, manifest: Manifest, split: SplitName) -> None:
+    def __init__(self, dataset_dir: Path, manifest: Manifest, split: SplitName, loss: str = "all") -> None:
+        """Open a split.
+
+        Args:
+            loss: as data.loss in train.py.
+
+        Raises:
+            UserError: the loss is on answers, and the dataset has none.
+        """
+        if loss == "answers" and not manifest.tokenizer.markers:
+            what = f"data.loss=answers needs conversations, and dataset_dir={dataset_dir} has none"
+            raise UserError(f"{what}: prepare it with data=chat, or use data.loss=all")
+        self.loss = loss
         shards = manifest.splits[split].shards
         self.split = split
         self.dtype = manifest.dtype

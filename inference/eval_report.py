@@ -18,9 +18,10 @@ _FIRST_POSITION = 16  # beside long contexts: the loss of the first tokens is so
 
 def show_evaluation(result: dict[str, Any], checkpoint: str) -> None:
     """Print a line of totals, a table of the sets if there are several, and a table of the contexts."""
+    of_answers = " on answers" if result["loss_of"] == "answers" else ""
     say(
         f"{checkpoint} on {result['dataset_dir']} ({result['split']}, {result['tokens']:,} tokens): "
-        f"loss {_number(result['loss'])} nats per token, perplexity {_number(result['perplexity'], 3)}"
+        f"loss{of_answers} {_number(result['loss'])} nats per token, perplexity {_number(result['perplexity'], 3)}"
         + (f", {_number(result['bits_per_byte'])} bits per byte" if result["bytes"] else "")
     )
     if len(result["sets"]) > 1:

@@ -92,7 +92,8 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
     checkpoint, gpt, tokenizer, _, _ = loaded
     dataset_dir = config.dataset_dir or checkpoint.state.dataset_dir
     manifest = open_dataset(dataset_dir, tokenizer)
-    stream = TokenStream(dataset_dir, manifest, config.split)
+    loss = checkpoint.state.data.loss if manifest.tokenizer.markers else "all"
+    stream = TokenStream(dataset_dir, manifest, config.split, loss)
     if stream.n_tokens < 2:
         raise UserError(f"dataset_dir={dataset_dir} has no text in its split {config.split}: choose another split")
     state, max_len = checkpoint.state, gpt.config.max_len
@@ -142,6 +143,7 @@ def measure(plan: Evaluation, world: World) -> dict[str, Any]:
         "dataset_dir": str(plan.dataset_dir),
         "split": config.split,
         "batches": config.batches,
+        "loss_of": windows.stream.loss,
         **figures(total(sets)),
         "seq_len": windows.seq_len,
         "stride": windows.stride,

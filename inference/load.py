@@ -83,7 +83,7 @@ def open_dataset(dataset_dir: Path, tokenizer: Tokenizer) -> Manifest:
         UserError: there is no such dataset, or it was made with another tokenizer.
     """
     manifest = read_manifest(dataset_dir)
-    if manifest.tokenizer.sha256 != tokenizer.sha256:
+    if not tokenizer.extends(manifest.tokenizer.sha256):
         raise UserError(
             f"dataset_dir={dataset_dir} was made with tokenizer {manifest.tokenizer.name} (n_vocab "
             f"{manifest.tokenizer.n_vocab}), the model with {tokenizer.name} (n_vocab {tokenizer.n_vocab}): "

@@ -91,13 +91,13 @@ def make_dataset(tmp_path_factory):
     """Makes datasets: of given documents, or of 40,000 bytes to train on and 4,000 to validate."""
     from data.prepare.dataset import PrepareConfig, prepare
 
-    def make(seed=0, tokenizer=None, documents=None, val_fraction=0.1):
+    def make(seed=0, tokenizer=None, documents=None, val_fraction=0.1, data="jsonl"):
         folder = tmp_path_factory.mktemp("corpus")
         rng = random.Random(seed)
         documents = documents or [{"text": " ".join(rng.choices(WORDS, k=80))} for _ in range(160)]
         (folder / "corpus.jsonl").write_text("\n".join(map(json.dumps, documents)), encoding="utf-8")
         raw = {
-            "data": {"name": "jsonl", "path": str(folder / "corpus.jsonl")},
+            "data": {"name": data, "path": str(folder / "corpus.jsonl")},
             "tokenizer": tokenizer or {"name": "bytes"},
             "out_dir": str(folder / "dataset"),
             "val_fraction": val_fraction,
@@ -112,6 +112,18 @@ def make_dataset(tmp_path_factory):
 def dataset_dir(make_dataset):
     """The dataset of most tests."""
     return make_dataset()
+
+
+@pytest.fixture(scope="session")
+def chat_dir(make_dataset):
+    """Conversations, with questions and answers of many lengths."""
+    rng = random.Random(0)
+
+    def said(role):
+        return {"role": role, "content": " ".join(rng.choices(WORDS, k=rng.randrange(1, 12)))}
+
+    roles = [["system", *["user", "assistant"] * rng.randrange(1, 4)] for _ in range(100)]
+    return make_dataset(documents=[{"messages": [*map(said, each)]} for each in roles], data="chat")
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ from trainer.runtime import Runtime, open_runtime, peak_flops
 from trainer.samples import sample
 from trainer.signals import StopSignals
 from trainer.start import Run, open_data, open_run, open_source, sequences_of
-from trainer.step import MicroBatches, train_step
+from trainer.step import NO_TARGETS, MicroBatches, train_step
 from trainer.trackers import Tracker, open_trackers
 
 
@@ -184,7 +184,8 @@ def _skip(run: Run, reason: str) -> dict[str, Any]:
     if bad := first_not_finite(run.gpt.named_parameters(), run.world):
         reason = f"{reason} (first gradients not finite: {', '.join(bad)})"
     run.optimizer.zero_grad()
-    before, halts = in_a_row(step, run.state.passed_over), config.runtime.on_nonfinite == "halt"
+    before = in_a_row(step, run.state.passed_over)
+    halts = config.runtime.on_nonfinite == "halt" and reason != NO_TARGETS
     if halts or before >= config.runtime.max_bad_steps:
         often = "" if halts else f", after {before} bad steps in a row"
         look = f"scripts/inspect_dataset.py run_dir={config.run_dir} step={step} shows what it read"
@@ -227,7 +228,8 @@ def _evaluate(run: Run, records: "Records") -> bool:
         text = None if prompt is None else sample(run.gpt, prompt, *from_run)
     bits = {"val_bits_per_byte": loss.bits_per_byte} if loss.bytes else {}
     records.write(_line(run, val_loss=loss.per_token, **bits, **({} if text is None else {"sample": text})))
-    of = "" if run.average is None else " (averaged weights)"
+    of = " on answers" if config.data.loss == "answers" else ""
+    of += "" if run.average is None else " (averaged weights)"
     figures = f"{loss.per_token:.4f} nats/token" + (f", {loss.bits_per_byte:.4f} bits/byte" if bits else "")
     say(f"step {step}: validation loss{of} {figures}")
     if text is not None:

@@ -27,8 +27,8 @@ class Loss:
 
     @property
     def per_token(self) -> float:
-        """Nats per token."""
-        return self.nats / self.tokens
+        """Nats per token; NaN without tokens."""
+        return self.nats / self.tokens if self.tokens else math.nan
 
     @property
     def bits_per_byte(self) -> float:

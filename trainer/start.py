@@ -31,6 +31,8 @@ from trainer.state import FixedSettings, TrainState
 from trainer.step import SummedLoss
 from trainer.transfer import scale_weights
 
+_BY_ID = ("embed.weight", "output.weight")
+"""Parameters with a row for each id."""
 _FIXED = set(FixedSettings.model_fields)
 _MAY_DIFFER: Any = {"run_dir": True, "dataset_dir": True, "tracker": True, "runtime": {"device"}}
 """Settings of each process: where it finds what is the same, and what only the main process uses."""
@@ -117,11 +119,13 @@ def open_data(config: TrainConfig) -> tuple[Manifest, Tokenizer, TrainBatches, E
         raise UserError(f"{what}, and model.n_vocab={config.model.n_vocab}: {remedy}")
     if config.eval.prompt is not None:
         read_prompt(config.eval.prompt, tokenizer, config.model.max_len)
-    train, val = (TokenStream(folder, manifest, split) for split in ("train", "val"))
+    train, val = (TokenStream(folder, manifest, split, config.data.loss) for split in ("train", "val"))
     if val.n_tokens < 2:
         raise UserError(f"dataset_dir={folder} has no text in its split val: prepare it with val_tokens")
     batches = TrainBatches(train, config.seq_len, config.batch_size, config.seed)
     windows = EvalBatches(val, config.seq_len, config.eval.batches and config.eval.batches * config.batch_size)
+    if val.loss == "answers" and not any((windows.rows(i, i + 1)[1] >= 0).any() for i in range(len(windows))):
+        raise UserError(f"eval.batches={config.eval.batches} has no answer to evaluate: give more, or null for all")
     return manifest, tokenizer, batches, windows
 
 
@@ -271,17 +275,27 @@ def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:
 def open_source(path: Path, config: GPTConfig, tokenizer: Tokenizer) -> Checkpoint:
     """Open the checkpoint init_from=path, whose weights a run with this model and tokenizer starts from.
 
+    The tokenizer may have markers that the checkpoint's lacks. They need rows of the embedding, which may be those that
+    pad it, or new ones by another model.pad_vocab.
+
     Raises:
         UserError: there is no whole checkpoint, or its model or tokenizer is another one.
     """
     source = open_model(path, key="init_from")
     trained = load_tokenizer(source.path / "tokenizer.json")
-    if trained.sha256 != tokenizer.sha256:
+    if not tokenizer.extends(trained.sha256):
         before, here = (f"{each.name} (n_vocab {each.n_vocab})" for each in (trained, tokenizer))
         what = f"init_from={path} was trained with the tokenizer {before}, and the dataset has {here}"
         raise UserError(f"{what}: prepare the dataset with the model's tokenizer")
-    ours, theirs = ({"model": each.model_dump(mode="json")} for each in (config, source.state.model))
-    if changed := differences(ours, theirs):
+    model = source.state.model
+    ours, theirs = (each.model_dump(mode="json") for each in (config, model))
+    if tokenizer.n_vocab > trained.n_vocab:
+        if tokenizer.n_vocab > model.n_vocab_padded and config.pad_vocab == model.pad_vocab:
+            what = f"init_from={path} has rows for {model.n_vocab_padded} ids, and the dataset has {tokenizer.n_vocab}"
+            raise UserError(f"{what}, with its markers: add rows by model.pad_vocab={max(64, 2 * model.pad_vocab)}")
+        if config.n_vocab_padded >= model.n_vocab_padded:
+            theirs |= {key: ours[key] for key in ("n_vocab", "pad_vocab")}
+    if changed := differences({"model": ours}, {"model": theirs}):
         listed = ", ".join(changes_of(changed, "here:"))
         remedy = "leave out the model and its settings: they are those of init_from"
         raise UserError(f"init_from={path} has another model: {listed}; {remedy}")
@@ -296,10 +310,28 @@ def take_weights(gpt: GPT, path: Path, tokenizer: Tokenizer, world: World) -> No
     """
     world.at(f"reading init_from={path}")
     source, weights = open_source(path, gpt.config, tokenizer), gpt.state_dict()
+    n_trained = load_tokenizer(source.path / "tokenizer.json").n_vocab
+    with torch.device("meta"):
+        before = GPT(source.state.model)
+    rows = world.rows(weights)
     world.check_equal("init_from", {"the weights of init_from": source.identity()})
-    stored = read_weights(source, gpt, rows=world.rows(weights))
+    stored = read_weights(source, before, rows={name: own for name, own in rows.items() if name not in _BY_ID})
     with torch.no_grad():
         for name, value in weights.items():
-            world.local(value).copy_(stored[name])
+            found = stored[name]
+            if name in _BY_ID:
+                found = _extended(found, n_trained, tokenizer.n_vocab, len(value))[rows.get(name, slice(None))]
+            world.local(value).copy_(found)
     averaged = "" if source.state.average is None else "averaged "
     say(f"starting from the {averaged}weights of {source.path}")
+
+
+def _extended(table: Tensor, n_trained: int, n_ids: int, n_rows: int) -> Tensor:
+    """Return a table (rows, n_embd) with n_rows rows, where the ids from n_trained to n_ids, and added rows, are new.
+
+    New rows are the mean of the trained ones, so their logits are the mean of all logits (Hewitt 2021,
+    https://nlp.stanford.edu/~johnhew/vocab-expansion.html). Rows that pad the table stay as they are.
+    """
+    known, rest = table[:n_trained], table[n_ids:]
+    new = known.mean(0, keepdim=True).expand(n_rows - n_trained - len(rest), -1)
+    return torch.cat([known, new[: n_ids - n_trained], rest, new[n_ids - n_trained :]])

@@ -26,7 +26,7 @@ class FixedSettings(Settings):
     average: float | None = Field(default=None, gt=0, le=0.5)
     """Evaluate and export a running mean of the weights, whose mean age is about this share of the steps so far;
     null: the weights themselves."""
-    data: DataConfig = DataConfig(mixture=None, document_reset=False)
+    data: DataConfig = DataConfig(mixture=None, document_reset=False, loss="all")
     init_from: Path | None = None
     """Weights to start from: those of a run's newest checkpoint, or of a given one, averaged if it has averages. It
     must have the same model and tokenizer; optimizer, step and schedule start from scratch. null: random weights."""

@@ -12,6 +12,9 @@ from trainer.distributed import World
 from trainer.long import backward_in_chunks
 from trainer.runtime import Runtime
 
+NO_TARGETS = "none of its targets is counted"
+"""Why a step was refused that data.loss=answers leaves without answers."""
+
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
 """Token ids and targets, int64 (sequences, seq_len); targets below 0 are not counted. Keep them on the CPU, in
 pinned memory if a GPU trains: counting targets on the GPU would wait for it."""
@@ -80,7 +83,8 @@ def train_step(
     params = list(summed_loss.parameters())
     tiles_before = (tiles_now := recomputed_tiles("forward", params[0].device)).clone()  # (1,)
     n_valid = sum(float((targets >= 0).sum()) for _, targets in micro_batches)
-    valid = world.sum(torch.full((), n_valid, dtype=torch.float64, device=world.device))
+    n_targets = world.sum(torch.full((), n_valid, dtype=torch.float64, device=world.device))
+    valid = n_targets.clamp(min=1)
     abandon = asked_to_stop if world.size == 1 else lambda: False
     own_loss = accumulate_gradients(
         summed_loss, micro_batches, runtime, world, scale=world.size / valid, abandon=abandon, name=name
@@ -93,9 +97,11 @@ def train_step(
     world.at(f"{name}: optimizer")
     norm = world.unshard(nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]))
     # Nothing else in a step makes the CPU wait for a GPU.
-    loss, grad_norm, asked, tiles = torch.stack([total / valid, norm.double(), asked, tiles]).tolist()
+    results = [total / valid, norm.double(), asked, tiles, n_targets]
+    loss, grad_norm, asked, tiles, counted = torch.stack(results).tolist()
     result = StepResult(loss, grad_norm, stop=asked > 0, exact_tiles=int(tiles))
-    if (reason := refuse(result.loss, result.grad_norm)) is not None:
+    reason = refuse(result.loss, result.grad_norm) if counted else NO_TARGETS
+    if reason is not None:
         return result._replace(refused=reason)
     if grad_clip is not None:
         nn.utils.clip_grads_with_norm_(params, grad_clip, norm)

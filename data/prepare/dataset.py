@@ -11,16 +11,19 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from common.console import Track, count, say
 from common.settings import Settings, UserError
+from data.chat import ChatTokenizer
 from data.prepare.encode import Encoded, Item, Skipped, encode_all
 from data.prepare.finish import finish
 from data.prepare.items import NO_TEXT, OUT_OF_RANGE, REMEDIES, Position
-from data.prepare.sources import HubSource, JsonlSource, StdlibSource, TextSource
+from data.prepare.sources import ChatSource, HubSource, JsonlSource, StdlibSource, TextSource
 from data.prepare.spans import Plan, Unfair, begin, is_whole, partial_dir, read_spans, remove, write_group, writing
 from data.prepare.tokens import TokenSource, val_inputs
 from data.shards import MANIFEST, TOKENIZER, Manifest, read_manifest
-from data.tokenizer import TokenizerConfig, build_tokenizer
+from data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 
-SourceConfig = Annotated[StdlibSource | TextSource | JsonlSource | TokenSource | HubSource, Field(discriminator="name")]
+SourceConfig = Annotated[
+    StdlibSource | TextSource | JsonlSource | ChatSource | TokenSource | HubSource, Field(discriminator="name")
+]
 
 _CHECKED_ITEMS = 10_000  # after so many, a reason that loses most documents is an error
 
@@ -60,6 +63,11 @@ class PrepareConfig(Settings, defaults="prepare"):
             raise ValueError(f"out_dir={self.out_dir} is in data.path={folder}, which is read: choose one outside")
         return self
 
+    def open_tokenizer(self) -> Tokenizer:
+        """Build the tokenizer, with markers if documents are conversations; UserError if its file is invalid."""
+        tokenizer = build_tokenizer(self.tokenizer)
+        return ChatTokenizer(tokenizer) if self.data.is_chat else tokenizer
+
     def recorded(self) -> dict[str, Any]:
         """Return the settings that decide what the dataset holds, and its whole input, as JSON for its manifest."""
         kept = self.model_dump(mode="json", include={"data", "tokenizer", "shard_tokens"})
@@ -85,7 +93,7 @@ def prepare(config: PrepareConfig) -> Manifest | None:
         return _existing(config, prepared, folder)
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise UserError(f"out_dir={out_dir} exists and is not a dataset: choose another folder")
-    tokenizer = build_tokenizer(config.tokenizer)
+    tokenizer = config.open_tokenizer()
     plan = Plan(prepared=prepared, tokenizer=tokenizer.id)
     if config.num_tasks > (n := len(plan.groups())):
         what = f"num_tasks={config.num_tasks} is more than the groups of 1 GiB that the input files make"
@@ -110,7 +118,7 @@ def _existing(config: PrepareConfig, prepared: dict[str, Any], folder: Path) -> 
     """Return the manifest of the existing dataset; raise UserError if its settings differ from `config`."""
     manifest, file = read_manifest(config.out_dir), getattr(config.tokenizer, "path", None)
     is_there = file is not None and file.exists()  # else the dataset has a copy
-    tokenizer = build_tokenizer(config.tokenizer).id if is_there else manifest.tokenizer
+    tokenizer = config.open_tokenizer().id if is_there else manifest.tokenizer
     before = Plan(prepared=manifest.prepared, tokenizer=manifest.tokenizer)
     if changes := before.changes(Plan(prepared=prepared, tokenizer=tokenizer)):
         what = f"out_dir={config.out_dir} already holds another dataset (made {changes})"

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.settings import UserError
+from data.chat import ChatTokenizer
 from data.prepare.items import OUT_OF_RANGE, Position, Raw, Unreadable
 from data.prepare.sources import Source
 from data.shards import token_dtype
@@ -128,7 +129,10 @@ def _encode(source: Source, tokenizer: Tokenizer, piece: int | None, raws: list[
     for raw in raws:
         try:
             text, set_name = source.parse(raw)
-            if not isinstance(text, str):
+            if isinstance(text, list):
+                assert isinstance(tokenizer, ChatTokenizer)
+                found = [*_given(np.array(tokenizer.encode_chat(text)), tokenizer, None)]
+            elif not isinstance(text, str):
                 found = [*_given(text, tokenizer, piece)]
             elif tokenizer.name == "none":
                 raise UserError(f"{raw.position} is text, and tokenizer=none takes ids: give the tokenizer to use")
@@ -155,7 +159,7 @@ def _tokenized(text: str, tokenizer: Tokenizer, piece: int | None) -> Iterator[t
 
 
 def _given(ids: np.ndarray, tokenizer: Tokenizer, piece: int | None) -> Iterator[tuple[Any, ...]]:
-    """Yield what Encoded has of ids made elsewhere, which may be several documents. Raises Unreadable."""
+    """Yield what Encoded has of given ids, which may be several documents. Raises Unreadable."""
     if ids.max() >= tokenizer.n_vocab or (ids.dtype.kind == "i" and ids.min() < 0):
         raise Unreadable(OUT_OF_RANGE)
     ids, eot_id = ids.astype(token_dtype(tokenizer.n_vocab)), tokenizer.eot_id

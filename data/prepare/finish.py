@@ -141,6 +141,8 @@ def _summarize(out_dir: Path, manifest: Manifest, first: dict[str, str]) -> None
     skipped = sum(manifest.skipped.values())
     say(f"{written + skipped:,} documents in the input: {written:,} written, {skipped:,} skipped")
     small = {"experiment": "quickstart"} if manifest.splits["train"].total.tokens < _LARGE else {}
+    if manifest.tokenizer.markers:
+        small = {"experiment": "chat", "init_from": "runs/base"}
     dataset = {"dataset_dir": str(out_dir)}
     say("\nNext: see some of its text, and train on it")
     say(f"  python scripts/inspect_dataset.py {overrides(dataset)} random=3")

@@ -56,9 +56,9 @@ class Raw(NamedTuple):
 
 
 class Document(NamedTuple):
-    """One non-empty text, or the ids of one that were made elsewhere, and the set that counts it."""
+    """One non-empty text, the ids of one that were made elsewhere, or a conversation, and the set that counts it."""
 
-    text: str | np.ndarray
+    text: str | np.ndarray | list[tuple[str, str]]
     set_name: str
 
 

@@ -20,6 +20,7 @@ import orjson
 from common.console import say
 from common.settings import PathText, Settings, UserError
 from common.words import source_for
+from data.chat import parse_messages
 from data.prepare.archives import COMPRESSED, n_controls, read_lines, read_utf8
 from data.prepare.files import matches, some_of
 from data.prepare.items import ARRAY, BINARY, NO_TEXT, NOT_JSON, NOT_UTF8, Document, Position, Raw, Seen, Unreadable
@@ -34,6 +35,11 @@ class Source(Settings):
     usual_val_fraction: ClassVar[float] = 0.05
     name: str
     """Also the set of a document that does not name its own."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether its documents are conversations, for which the tokenizer needs markers."""
+        return False
 
     def inputs(self) -> dict[str, int | None]:
         """Return the names of all inputs in reading order, with their sizes in bytes; None if a size is not known."""
@@ -57,6 +63,8 @@ class Source(Settings):
         if isinstance(raw.content, Unreadable):
             raise raw.content
         text, set_name = self.text_and_set(raw.content)
+        if self.is_chat:
+            return Document(_conversation(text), set_name)
         if isinstance(text, list):
             text = _ids(text)
         if not isinstance(text, str | np.ndarray):
@@ -126,6 +134,17 @@ def _ids(values: list[Any]) -> np.ndarray:
     if not all(type(value) is int and -(2**63) <= value < 2**63 for value in values):
         raise Unreadable("not a list of ids")
     return np.array(values, np.int64)
+
+
+def _conversation(messages: Any) -> list[tuple[str, str]]:
+    """Return (role, text) of each message. Raises Unreadable."""
+    try:
+        parsed = parse_messages(messages)
+    except UserError as error:
+        raise Unreadable(str(error)) from None
+    if not any(role == "assistant" for role, _ in parsed):
+        raise Unreadable("a conversation without an answer")
+    return parsed
 
 
 def _size(path: Path) -> int:
@@ -206,7 +225,7 @@ class NamedFiles(FileSource):
 
     def text_and_set(self, content: Any) -> tuple[Any, str]:
         """Parse a line."""
-        return _of_record(parse_line(content), self.text_field, self.name)
+        return _of_record(parse_line(content), self)
 
 
 class TextSource(NamedFiles, defaults="data/text"):
@@ -246,6 +265,19 @@ class JsonlSource(NamedFiles, defaults="data/jsonl"):
     name: Literal["jsonl"]
 
 
+class ChatSource(NamedFiles, defaults="data/chat"):
+    """Conversations as JSON lines."""
+
+    suffixes: ClassVar[tuple[str, ...]] = JSON_LINES
+
+    name: Literal["chat"]
+
+    @property
+    def is_chat(self) -> bool:
+        """Always."""
+        return True
+
+
 class HubSource(Source, defaults="data/hf"):
     """A Hugging Face dataset, streamed: one with a file in configs/data, or any other with a text column."""
 
@@ -264,7 +296,13 @@ class HubSource(Source, defaults="data/hf"):
     data_files: PathText | list[PathText] | None
     """Only these files, in the hub's dataset or, for a builder, here; null: all."""
     text_field: str
-    """The column that holds the text. The set is `meta.pile_set_name` where there is one, else `name`."""
+    """The column that holds the text, or `messages` or `completion`, which hold conversations. The set is
+    `meta.pile_set_name` where there is one, else `name`."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the column is one of conversations."""
+        return self.text_field in ("messages", "completion")
 
     def inputs(self) -> dict[str, int | None]:
         """Return the dataset as one input.
@@ -295,8 +333,8 @@ class HubSource(Source, defaults="data/hf"):
             rows = self._open(number)
             for row in rows:
                 number += 1
-                text = row.get(self.text_field)
-                content = {self.text_field: text, "meta": row.get("meta")}
+                content = {key: row.get(key) for key in (self.text_field, *_BESIDE)}
+                text = str(content) if self.is_chat else content[self.text_field]
                 size = len(text) if isinstance(text, str | list) else 0
                 yield Raw(Position(self.path, number), content, size)
         except Exception as error:
@@ -309,7 +347,7 @@ class HubSource(Source, defaults="data/hf"):
 
     def text_and_set(self, content: Any) -> tuple[Any, str]:
         """Return what a row holds."""
-        return _of_record(content, self.text_field, self.name)
+        return _of_record(content, self)
 
     def _open(self, first: int) -> Any:
         """Open the stream after its first rows. The library itself retries lost connections."""
@@ -337,6 +375,7 @@ _ADVICE = (
     "repeat the command, it continues from what is written; or copy the files to this machine and give "
     "data.path=FOLDER, if they are JSON lines with data=jsonl"
 )
+_BESIDE = ("prompt", "completion", "meta")  # what a record may hold beside its text
 _HTTP_CLIENTS = {"aiohttp", "httpcore", "httpcore2", "httpx", "httpx2"}
 _PASSAGE = 16_384
 _LONGEST_PASSAGE = 2**20
@@ -383,14 +422,26 @@ def parse_line(line: bytes | bytearray) -> Any:
         raise Unreadable(NOT_JSON) from None
 
 
-def _of_record(record: Any, text_field: str, default_set: str) -> tuple[Any, str]:
-    if not isinstance(record, dict) or record.get(text_field) is None:
+def _of_record(record: Any, source: NamedFiles | HubSource) -> tuple[Any, str]:
+    text = record.get(source.text_field) if isinstance(record, dict) else None
+    if source.is_chat and (text is None or source.text_field == "completion"):
+        text = _messages(record) if isinstance(record, dict) else None
+    if text is None:
         raise Unreadable(NO_TEXT)
     meta = record.get("meta")
     name = meta.get("pile_set_name") if isinstance(meta, dict) else None
     if not (isinstance(name, str) and name and name.isprintable()):  # it is printed to terminals
-        name = default_set
-    return record[text_field], name
+        name = source.name
+    return text, name
+
+
+def _messages(record: dict[str, Any]) -> Any:
+    """Return the messages of a prompt and its completion, which are texts or lists of messages; None without one."""
+    prompt, completion = record.get("prompt"), record.get("completion")
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return prompt + completion
+    pair = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    return None if completion is None else pair
 
 
 def _text(path: Path, seen: Seen) -> Iterator[str]:

@@ -304,7 +304,7 @@ def _fair(plan: Plan, documents: list[Encoded]) -> set[float]:
             chosen.add(place)
             tokens += size
     piece = min(max(wanted // 4, _SHORTEST_PIECE), _LONGEST_PIECE)
-    if abs(tokens - target) > off and max(lengths) > piece and not plan.piece:
+    if abs(tokens - target) > off and max(lengths) > piece and not plan.piece and not plan.tokenizer.markers:
         raise Unfair(piece)
     return chosen or {*sorted(sizes)[:-1][:1]}
 

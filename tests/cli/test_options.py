@@ -52,7 +52,7 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
         ("scripts/plan", "run_dir=runs/none", "run_dir=runs/none holds no run to continue: give experiment=..."),
         ("sample", "run_dir=runs/x", "did you mean 'checkpoint'?"),
         ("sample", ".", ".: options are KEY=VALUE here, without spaces around =: write checkpoint=."),
-        ("scripts/prepare_data", "data.path=x", "a key of data=fineweb or data=fineweb_edu or data=hf or data=jsonl"),
+        ("scripts/prepare_data", "data.path=x", "a key of data=chat or data=fineweb or data=fineweb_edu or data=hf"),
         ("scripts/prepare_data", "data=notes/a.txt", "names a file: write data=text data.path=notes/a.txt"),
         ("scripts/prepare_data", "data=a/*.jsonl.zst", "names a file: write data=jsonl data.path=a/*.jsonl.zst"),
         ("scripts/prepare_data", "data=a/*_train_*.bin", "names a file: write data=tokens data.path=a/*_train_*.bin"),

@@ -1,11 +1,15 @@
 """Conversations as ids: the tokenizer with markers, and what a list of messages may be."""
 
+import itertools
 import json
 
+import numpy as np
 import pytest
 
+import data.chat
 from common.settings import UserError
 from data.chat import MARKERS, ChatTokenizer, parse_messages
+from data.loader import IGNORED, EvalBatches, TrainBatches
 from data.tokenizer import (
     BytesConfig,
     GPT2Config,
@@ -85,6 +89,7 @@ def message(role, content, **more):
         ([message("user", None)], "a message whose content is not text"),
         ([message("user", [{"type": "image_url"}])], "a message whose content is not text"),
         ([message("user", "a"), message("assistant", " \n")], "an empty answer"),
+        ([message("user", "\ud800")], "lone surrogate"),
     ],
 )
 def test_messages(messages, expected):
@@ -94,3 +99,66 @@ def test_messages(messages, expected):
         with pytest.raises(UserError) as refused:
             parse_messages(messages)
         assert str(refused.value) == expected
+
+
+EOT, SYSTEM, USER, ASSISTANT, END = 9, 10, 11, 12, 13  # of 14 ids; 0 to 8 are text
+
+
+class Stream:
+    """Ids in memory, in place of a split."""
+
+    split, eot_id, n_vocab, loss = "train", EOT, 14, "answers"
+
+    def __init__(self, ids):
+        self.ids, self.n_tokens = np.array(ids), len(ids)
+
+    def read(self, start, stop):
+        assert 0 <= start <= stop <= self.n_tokens
+        return self.ids[start:stop]
+
+
+def targets_by_definition(ids):
+    """The target after each token but the last, -1 where it is not of an answer: one token after the other."""
+    targets, answers = [], False
+    for token, following in itertools.pairwise(ids):
+        if token >= EOT:
+            answers = token == ASSISTANT
+        targets.append(int(following) if answers else IGNORED)
+    return targets
+
+
+def drawn(seed):
+    """Documents of text and markers in any order, with long stretches without any."""
+    rng, ids = np.random.default_rng(seed), []
+    while len(ids) < 200:
+        special = rng.choice([EOT, SYSTEM, USER, ASSISTANT, ASSISTANT, END])
+        ids += [special, *rng.integers(0, 9, rng.choice([0, 1, 2, 5, 30]))]
+    return ids
+
+
+TWO = [USER, 1, ASSISTANT, 2, 3, END, USER, 4, ASSISTANT, 5, END, EOT, 6, 7, EOT, SYSTEM, 8, USER, 0, ASSISTANT, 1, END]
+
+
+def test_the_definition_counts_answers_and_their_end():
+    counted = [TWO[i + 1] for i, target in enumerate(targets_by_definition(TWO)) if target != IGNORED]
+    assert counted == [2, 3, END, 5, END, 1, END]
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize("ids", [TWO, [1, 2, *TWO], *map(drawn, range(5))])
+def test_windows_count_the_tokens_of_answers_wherever_they_begin(ids, seq_len, monkeypatch):
+    monkeypatch.setattr(data.chat, "_BLOCK", 4)
+    stream, truth = Stream(ids), targets_by_definition(ids)
+    if seq_len < len(ids):
+        batches = TrainBatches(stream, seq_len, 3, seed=1)
+        token_ids, targets = batches.batch(2)
+        for begin, row, wanted in zip(batches.starts(2), token_ids, targets, strict=True):
+            assert row.tolist() == list(ids[begin : begin + seq_len])
+            assert wanted.tolist() == truth[begin : begin + seq_len]
+    for stride in (None, 1, max(1, seq_len // 2)):
+        windows, found = EvalBatches(stream, seq_len, stride=stride), {}
+        for i, row in enumerate(windows.rows(0, len(windows))[1]):
+            places = windows.span(i)[0] + np.flatnonzero(row != IGNORED)
+            assert not found.keys() & {*places.tolist()}, "every target once"
+            found |= dict(zip(places.tolist(), row[row != IGNORED].tolist(), strict=True))
+        assert found == {i: target for i, target in enumerate(truth) if target != IGNORED}

@@ -15,7 +15,7 @@ from data.permutation import permute
 class FakeStream:
     """Token i is i: no files, any length."""
 
-    split, eot_id = "train", -7
+    split, eot_id, loss = "train", -7, "all"
 
     def __init__(self, n_tokens):
         self.n_tokens = n_tokens

@@ -1,0 +1,111 @@
+"""data=chat, and data=hf with a column of conversations."""
+
+import json
+
+import pytest
+
+from common.settings import UserError, decode
+from data.chat import MARKERS
+from data.prepare.dataset import PrepareConfig, prepare
+from data.prepare.verify import verify
+from data.shards import TokenStream, read_manifest
+from data.tokenizer import load_tokenizer
+
+
+def talk(i):
+    return [{"role": "user", "content": f"{i} + 1?"}, {"role": "assistant", "content": str(i + 1)}]
+
+
+GOOD = [{"messages": talk(i)} for i in range(30)]
+BAD = {
+    "a conversation without an answer": [{"messages": talk(1)[:1]}, {"messages": []}],
+    "a message to or from a tool": [{"messages": [*talk(1), {"role": "tool", "content": "x"}]}],
+    "a message whose content is not text": [{"completion": "b"}],
+    "a message whose role is not system, user or assistant": [{"messages": [{"role": "critic", "content": "x"}]}],
+    "an empty answer": [{"prompt": "a", "completion": ""}],
+    "lone surrogate": [{"prompt": "\ud800", "completion": "b"}],
+    "messages is not a list": [{"messages": "hello"}],
+    "missing text": [{"text": "hello"}, 3],
+}
+
+
+@pytest.fixture
+def chat(tmp_path):
+    """Prepares records as data=chat, or as other data."""
+
+    def build(records, **changes):
+        (tmp_path / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        raw = {"data": {"name": "chat", "path": str(tmp_path / "chat.jsonl")}, "tokenizer": {"name": "bytes"}}
+        return prepare(decode(PrepareConfig, raw | {"out_dir": str(tmp_path / "out"), "workers": 1} | changes))
+
+    return build
+
+
+def ids_in(folder):
+    """The conversations of a dataset, a list of ids for each."""
+    found, manifest = [], read_manifest(folder)
+    for split in ("train", "val"):
+        stream = TokenStream(folder, manifest, split)
+        ids = stream.read(0, stream.n_tokens).tolist()
+        ends = [i + 1 for i, token in enumerate(ids) if token == stream.eot_id]
+        found += [ids[start : stop - 1] for start, stop in zip([0, *ends], ends, strict=False)]
+    return found
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
+def test_conversations_are_written_whole_and_others_are_counted_by_reason(chat, tmp_path, rank_file, tokenizer):
+    pairs = [{"prompt": f"{i}?", "completion": "yes"} for i in range(5)]
+    lists = [{"prompt": talk(77)[:1], "completion": talk(77)[1:]}]
+    records = [*GOOD, *pairs, *lists, *(record for some in BAD.values() for record in some)]
+    given = {"name": tokenizer} | ({"path": str(rank_file)} if tokenizer == "gpt2" else {})
+    manifest, out = chat(records, tokenizer=given, val_fraction=0.1), tmp_path / "out"
+    assert manifest.skipped == {reason: len(some) for reason, some in sorted(BAD.items())}
+    assert (manifest.tokenizer.name, manifest.tokenizer.markers) == (f"{tokenizer}+chat", [*MARKERS])
+    saved = load_tokenizer(out / "tokenizer.json")
+    said = [[("user", f"{i} + 1?"), ("assistant", str(i + 1))] for i in (*range(30), 77)]
+    said += [[("user", f"{i}?"), ("assistant", "yes")] for i in range(5)]
+    assert sorted(ids_in(out)) == sorted(map(saved.encode_chat, said)), "a small corpus is not cut either"
+    assert sum(split.total.utf8_bytes for split in manifest.splits.values()) == sum(
+        len(text) for each in said for _, text in each
+    )
+    assert verify(out) == []
+    assert chat(records, tokenizer=given, val_fraction=0.1) == manifest, "again, it is there already"
+
+
+@pytest.mark.parametrize("text_field", ["messages", "completion"])
+def test_the_hub_s_columns_give_the_same_conversations(chat, tmp_path, text_field):
+    pytest.importorskip("datasets")
+    pairs = [{"prompt": f"{i} + 1?", "completion": str(i + 1)} for i in range(30)]
+    records = GOOD if text_field == "messages" else pairs
+    chat(records)
+    hub = {"name": "hf", "path": "json", "data_files": str(tmp_path / "chat.jsonl"), "text_field": text_field}
+    chat(records, data=hub, val_fraction=0.05, out_dir=str(tmp_path / "hub"))
+    assert sorted(ids_in(tmp_path / "hub")) == sorted(ids_in(tmp_path / "out"))
+    assert read_manifest(tmp_path / "hub").tokenizer == read_manifest(tmp_path / "out").tokenizer
+
+
+@pytest.mark.parametrize(
+    ("records", "changes", "message"),
+    [
+        (
+            [*GOOD, *BAD["an empty answer"]],
+            {"on_error": "stop"},
+            r"chat.jsonl:31: an empty answer: correct it; or skip such",
+        ),
+        (
+            GOOD,
+            {"tokenizer": {"name": "none", "n_vocab": 9}},
+            "conversations need a tokenizer of texts: give",
+        ),
+        ([{"text": "hello"}] * 5, {}, "data.text_field=messages is missing in 5 of the first 5 documents"),
+        (
+            BAD["messages is not a list"],
+            {},
+            r"corpus is empty \(1 x messages is not a list, first .*chat.jsonl:1\)",
+        ),
+    ],
+)
+def test_what_cannot_be_prepared_is_one_line(chat, records, changes, message):
+    with pytest.raises(UserError, match=message) as error:
+        chat(records, **changes)
+    assert "\n" not in str(error.value)
