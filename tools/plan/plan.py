@@ -95,7 +95,8 @@ def plan(config: PlanConfig) -> dict[str, Any]:
         | {"dtype": str(target.runtime.dtype).removeprefix("torch."), "source": target.source},
         "model": {"parameters": gpt.n_params(), "flops_per_token": flops},
         "step": {"tokens": config.batch_tokens, "sequences": config.batch_size, "seq_len": config.seq_len}
-        | {"micro_batch": micro_batch, "micro_batches": -(-config.share // micro_batch), "share": config.share},
+        | {"sequences_per_device": config.share, "micro_batch": micro_batch}
+        | {"micro_batches": -(-config.share // micro_batch)},
         "memory": memory._asdict() | {"peak": memory.peak, "largest_micro_batch": most},
         "time": time_of(config, target, flops, micro_batch),
         "disk": disk_of(config, round(gpt.n_params() * target.runtime.param_dtype.itemsize * (1 + config.means(gpt)))),

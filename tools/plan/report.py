@@ -71,7 +71,8 @@ def hints(config: PlanConfig, found: dict[str, Any]) -> Iterator[str]:
     names, name = [device.name for device in DEVICES], found["device"]["name"]
     if found["device"]["source"] == _UNKNOWN:
         meant = nearest(name.lower(), names)
-        yield f"device={name} is not in the table of devices: {meant} Known: {', '.join(names)}, cpu"
+        what = meant if meant.endswith("?") else f"give one of {', '.join(names)}, cpu"
+        yield f"device={name} is not in the table of devices: {what}"
     chosen, largest = found["step"]["micro_batch"], found["memory"]["largest_micro_batch"]
     if largest == 0:
         yield "not even one sequence fits: use a smaller model or seq_len, or runtime.strategy=fsdp on several devices"
