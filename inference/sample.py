@@ -293,14 +293,11 @@ def converse(conversation: Conversation, max_new_tokens: int, message: str = "")
     """Take turns at the terminal, or with lines from a pipe, until the input ends. A message comes before the first."""
     with contextlib.suppress(ImportError):  # it gives `input` line editing and a history
         import readline  # noqa: F401
+    how = "Type a message, and the model answers."
     if not conversation.chat:
         say("this model continues texts and does not answer: train.py experiment=chat makes one that does")
-    way = "message, and the model answers" if conversation.chat else "text, and the model continues it"
-    alone = "" if conversation.chat else "Press Enter alone to let it continue. "
-    say(
-        f"Type a {way}. {alone}End a line with \\ to add another line. Ctrl-C stops an answer, Ctrl-D ends the "
-        "conversation."
-    )
+        how = "Type a text, and the model continues it. Press Enter alone to let it continue."
+    say(f"{how} End a line with \\ to add another line. Ctrl-C stops an answer, Ctrl-D ends the conversation.")
     if before := conversation.text or (f"> {message}" if message else ""):
         show(before + "\n")
     seconds = 0.0

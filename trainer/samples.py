@@ -56,7 +56,7 @@ def sample(gpt: GPT, prompt: str, tokenizer: Tokenizer, runtime: Runtime, world:
             weights = (logits[0, -1, : tokenizer.n_vocab].double().cpu() / _TEMPERATURE).softmax(-1)
             token = torch.multinomial(weights, 1, generator=generator) if weights.isfinite().all() else end
             ids = world.gather(token.to(world.device))[0].view(1, 1)
-            if ids.item() == tokenizer.eot_id:
+            if ids.item() in tokenizer.end_ids:
                 break
             drawn.append(int(ids))
     gpt.train()
