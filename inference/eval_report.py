@@ -84,7 +84,8 @@ def _draw_positions(axes: Axes, result: dict[str, Any], trained_on: int) -> None
     axes.axvline(trained_on, color="C7", linestyle=":", label=f"trained on {trained_on:,}")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set(xlabel="tokens read so far", ylabel="loss (nats per token), and its standard error")
+    without = f" (the first {first} are left out)" if first else ""
+    axes.set(xlabel=f"tokens read so far{without}", ylabel="loss (nats per token), and its standard error")
     axes.legend()
 
 
