@@ -20,6 +20,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ValueType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -67,6 +68,8 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
         fixed, values, swept, for_hydra = _by_kind(options)
         first_job = compose(config_name, [*fixed, *(first for first, *_ in values)], config_dir)
         folder = Path(os.path.expanduser(first_job.get("run_dir", f"multirun/{config_name}")))
+        if folder == Path():
+            raise UserError("run_dir is empty: give the folder of the sweep, such as run_dir=runs/sweep")
         chosen = _settings_of_hydra(config_name, str(folder), list(swept), for_hydra)
         for_plugins = _settings_of_plugins(chosen, bool(swept))
         configuration = partial(_configuration, config_name, fixed, config_dir)
@@ -123,7 +126,10 @@ def _by_kind(options: list[str]) -> _Options:
         elif option.is_sweep_override():
             sorted_out.swept[key] = str(option.input_line)
             if option.is_discrete_sweep():
-                sorted_out.values.append([f"{key}={value}" for value in option.sweep_string_iterator()])
+                is_glob = option.value_type is ValueType.GLOB_CHOICE_SWEEP
+                if not (values := [] if is_glob else list(option.sweep_string_iterator())):
+                    raise UserError(f"{option.input_line} names no value: write {key}=a,b for a run with each")
+                sorted_out.values.append([f"{key}={value}" for value in values])
         else:
             has_value = "=" in str(option.input_line)
             sorted_out.fixed.append(f"{key}={option.get_value_element_as_str()}" if has_value else key)

@@ -99,8 +99,10 @@ class Settings(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _expand_paths(cls, value: Any) -> Any:
-        """Read paths as a shell does, also those in a list."""
+    def _check(cls, value: Any) -> Any:
+        """Read paths as a shell does, also those in a list; refuse integers of more than 63 bits."""
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise ValueError("give less than 9223372036854775808")
         if isinstance(value, list) and value and isinstance(value[0], Path):
             return [Path(home_expanded(str(path))) for path in value]
         return Path(home_expanded(str(value))) if isinstance(value, Path) else value

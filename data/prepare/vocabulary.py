@@ -3,8 +3,10 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import tokenizers
+from pydantic import Field
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from common.console import say
@@ -16,7 +18,7 @@ from data.tokenizer import END_OF_TEXT, byte_characters, load_tokenizer
 from data.tokenizer_json import HFTokenizer
 
 
-def learn(dataset_dir: Path, n_vocab: int, out: Path) -> None:
+def learn(dataset_dir: Path, n_vocab: Annotated[int, Field(lt=2**24)], out: Path) -> None:
     """Learn a byte-level BPE of `n_vocab` ids from a dataset's training documents, and write its tokenizer.json.
 
     GPT-2's pattern splits texts into words. <|endoftext|> is the last id.

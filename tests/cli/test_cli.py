@@ -93,6 +93,9 @@ def test_a_mistake_in_another_command_is_one_clear_line_too(command):
         ("inspect_dataset", ["give dataset_dir, or run_dir and step"]),
         ("inspect_dataset run=x step=1", ["unknown config key 'run': did you mean 'run_dir'?"]),
         ("inspect_dataset run_dir=nowhere step=1", ["nowhere does not exist"]),
+        (f"inspect_dataset run_dir=nowhere step={10**30}", ["give less than 9223372036854775808 (show the text"]),
+        (f"prepare_data data=text data.path=notes val_tokens={10**30}", ["give less than 9223372036854775808"]),
+        ("train_tokenizer n_vocab=1000000000000 dataset_dir=dataset", ["give less than 16777216 (number of ids"]),
     ],
 )
 def test_a_mistake_with_data_is_one_clear_line(command, dataset_dir, tmp_path, monkeypatch, arguments, fragments):

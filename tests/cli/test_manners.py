@@ -166,6 +166,9 @@ def test_an_interrupt_while_packages_are_imported_is_one_line(tmp_path, line, pa
         ("scripts/report.py folders=FOLDER", "report.html"),
         ("scripts/report.py folders=FOLDER", "report.png"),
         ("scripts/scaling.py csv=x.csv out=FOLDER", "scaling.json"),
+        ("scripts/draw_attention.py out=FOLDER/a.png", "a.png"),
+        ("scripts/doctor.py out=FOLDER/a.json", "a.json"),
+        ("scripts/bench.py out=FOLDER/a.json", "a.json"),
     ],
 )
 def test_a_file_of_the_users_is_not_replaced(command, dataset_dir, tmp_path, line, file):

@@ -214,6 +214,9 @@ def test_optuna_without_an_evaluation_is_one_clear_line(command, optuna_args):
     [
         (["hydra/launcher=joblib", "hydra.launcher.n_jobs=0"], "hydra.launcher.n_jobs=0 starts no worker: use 1"),
         (["hydra/launcher=submitit_slurm"], "submitit_slurm needs srun"),
+        (["seed=range(0,0)"], "seed=range(0,0) names no value: write seed=a,b for a run with each"),
+        (["model=glob(flagship*)"], "model=glob(flagship*) names no value"),
+        (["run_dir=", "seed=1,2"], "run_dir is empty: give the folder of the sweep"),
         (["hydra/launcher=jobless"], "pip install -e '.[sweep]'"),
         (["hydra/sweeper=optuna", "hydra.sweeper.n_trials=0", "seed=choice(1,2)"], "n_trials=0 is too few: use 1 or"),
         (["hydra/sweeper=optuna", "optim.max_lr=1e-3"], "hydra/sweeper=optuna has nothing to search: give a range"),

@@ -75,7 +75,7 @@ def test_it_draws_mechanisms_and_a_trained_model(command, run_of, tmp_path, rest
     options = [f"checkpoint={run_of({'max_steps': 2})}", "text=a b\n", f"out={tmp_path / 'run.png'}"]
     result = command("scripts/draw_attention", *options, "head=2")
     assert result.status == 0, result.err
-    assert "1 panels are in" in result.out
+    assert "1 panel written to" in result.out
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     for wrong, message in ("head=3", "give 1 to 2"), ("text=" + "x" * 65, "give 1 to 64"):
         assert_one_line(command("scripts/draw_attention", *options, wrong), message)

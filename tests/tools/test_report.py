@@ -230,11 +230,12 @@ def test_links_lead_nowhere(sweep, tmp_path):
     assert sum(len(record.members) for record in read_records([sweep])) == 6
 
 
-@pytest.mark.parametrize("given", ["empty", "missing", "file"])
-def test_without_a_run_there_is_one_line(command, tmp_path, given):
+@pytest.mark.parametrize("given", ["empty", "missing", "file", "[]"])
+def test_without_a_run_there_is_one_line(command, tmp_path, monkeypatch, given):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
-    assert_one_line(command("scripts/report", f"folders={tmp_path / given}"), str(tmp_path / given))
+    monkeypatch.chdir(tmp_path)
+    assert_one_line(command("scripts/report", f"folders={given}"), given)
     with pytest.raises(UserError):
         command("scripts/report", f"folders={tmp_path / given}", "--debug")
 

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import NonNegativeFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from common.console import say
-from common.files import make_directory, write_json
+from common.files import make_directory, refuse_foreign, write_json
 from common.settings import Settings, UserError
 from common.words import Items
 from tools.bench import data, decode, operators, train
@@ -26,22 +26,22 @@ MEASURES: dict[str, tuple[Callable[[Any], dict[str, list[Row]]], str]] = {
 class BenchConfig(Settings, defaults="bench"):
     """Options of scripts/bench.py."""
 
-    what: Items[Literal["operators", "train", "decode", "data"]]
+    what: Items[Literal["operators", "train", "decode", "data"]] = Field(min_length=1)
     profile: bool
     device: Literal["auto", "cpu", "cuda"]
     rounds: PositiveInt
     out: Path | None
-    lengths: Items[PositiveInt]
+    lengths: Items[PositiveInt] = Field(min_length=1)
     heads: PositiveInt
     head_dim: PositiveInt
     seconds: NonNegativeFloat
     batch: PositiveInt
-    models: Items[str]
+    models: Items[str] = Field(min_length=1)
     set: Items[str]
     seq_len: PositiveInt
     steps: PositiveInt
     nanogpt: Path | None
-    positions: Items[PositiveInt]
+    positions: Items[PositiveInt] = Field(min_length=1)
     hf: str | None
 
 
@@ -55,6 +55,9 @@ def bench(options: BenchConfig) -> None:
         raise UserError("device=cuda, but torch sees no GPU here: use device=cpu")
     if options.device == "auto":
         options = options.model_copy(update={"device": "cuda" if torch.cuda.is_available() else "cpu"})
+    if options.out is not None:
+        make_directory(options.out.absolute().parent, "out")
+        refuse_foreign(b'"machine"', options.out)
     given = options.model_dump(mode="json")
     found: dict[str, Any] = {"options": given, "machine": machine()}
     for what in options.what:
@@ -64,6 +67,5 @@ def bench(options: BenchConfig) -> None:
             print_table(title.format_map(given) if name == what else name, rows)
         found |= tables
         if options.out is not None:
-            make_directory(options.out.absolute().parent, "out")
             write_json(options.out, found)
             say(f"written to {options.out}")

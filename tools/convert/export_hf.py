@@ -37,10 +37,10 @@ def export(checkpoint: Path, out_dir: Path, average: bool = True) -> None:
     Raises:
         UserError: there is no whole checkpoint, or out_dir is in use.
     """
-    opened = open_model(checkpoint)
-    gpt, tokenizer = load_model(opened, average)
     if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
         raise UserError(f"{out_dir} exists and is not empty: choose another folder, or remove it")
+    opened = open_model(checkpoint)
+    gpt, tokenizer = load_model(opened, average)
     beside = out_dir.absolute().with_name(f".{out_dir.absolute().name}.export")
     shutil.rmtree(beside, ignore_errors=True)  # left by an export that was killed
     make_directory(beside, "out_dir")

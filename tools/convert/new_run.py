@@ -8,7 +8,7 @@ from common.settings import UserError, decode
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
 from trainer.checkpoint import newest, save_checkpoint
-from trainer.run_dir import own_run
+from trainer.run_dir import check_folder, own_run
 from trainer.state import TrainState
 
 _NO_DATASET = Path("no-dataset-that-was-given")
@@ -22,12 +22,13 @@ def begin_with(
     `seq_len`, `batch_tokens` and `dataset_dir` are what eval.py reads unless it is told otherwise.
 
     Raises:
-        UserError: run_dir holds a run.
+        UserError: run_dir holds a run, or is another's.
     """
     run = {"step": 0, "run_id": secrets.token_hex(4), "model": gpt.config, "seed": 1}
     sizes = {"seq_len": seq_len, "batch_tokens": batch_tokens}
     data = {"dataset_dir": dataset_dir, "dataset_fingerprint": "", "data": {"document_reset": gpt.eot_id is not None}}
     state = decode(TrainState, run | sizes | data)
+    check_folder(run_dir)
     make_directory(run_dir, "run_dir")
     with own_run(run_dir):
         if newest(run_dir) is not None:

@@ -16,7 +16,7 @@ import torch
 
 from cli import compose, to_dict
 from common.console import count, say
-from common.files import make_directory, write_json
+from common.files import make_directory, refuse_foreign, write_json
 from common.memory import out_of_memory
 from common.settings import UserError, decode
 from model.compiled import shortened
@@ -49,6 +49,7 @@ def examine(out: Path | None) -> None:
     """
     if out is not None:
         make_directory(out.parent, "out")
+        refuse_foreign(b'"machine"', out)
     free, problems, device = shutil.disk_usage(".").free, list[str](), "cuda" if torch.cuda.is_available() else "cpu"
     runtime = open_runtime(decode(TrainConfig, composed([*FLAGSHIP, f"runtime.device={device}"])).runtime)
 

@@ -8,9 +8,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from common.console import say
+from common.console import count, say
 from common.figures import png
-from common.files import write_atomic
+from common.files import make_directory, refuse_foreign, write_atomic
 from common.settings import UserError, decode
 from model.attention.base import Attention
 from model.attention.log_space import LogSpaceAttention
@@ -28,9 +28,13 @@ Panels = dict[str, tuple[Tensor, Tensor]]
 
 def draw(checkpoint: Path | None, head: int, text: str, out: Path, panels: dict[str, dict[str, Any]]) -> None:
     """Write the picture of a checkpoint's layers, or of mechanisms: `panels` has their settings by title."""
+    make_directory(out.parent, "out")
+    refuse_foreign(b"Matplotlib", out)
+    if not text.strip():
+        raise UserError("text is empty: give a sentence")
     labels, found = of_checkpoint(checkpoint, text, head) if checkpoint else of_mechanisms(text, panels)
     write_atomic(out, picture(labels, found))
-    say(f"{len(found)} panels are in {out}")
+    say(f"{count(len(found), 'panel')} written to {out}")
 
 
 def of_mechanisms(text: str, settings: dict[str, dict[str, Any]]) -> tuple[list[str], Panels]:

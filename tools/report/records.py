@@ -64,10 +64,11 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
         if not path.is_dir():
             raise UserError(f"{path} is not a folder: give the folder of a run, of a sweep, or of many runs")
     folders = list(dict.fromkeys(folder for path in paths for folder in _runs_in(path)))
-    common = common_folder(paths if len(folders) > 1 else [folder.absolute().parent for folder in folders] or paths)
+    above = [folder.absolute().parent for folder in folders]
+    common = common_folder(paths if len(folders) > 1 else above or paths or [Path()])
     records = [record for folder in folders if (record := _read(folder, common)) is not None]
     if not records:
-        raise UserError(f"no run in {', '.join(map(str, paths))}: a run has a metrics.jsonl")
+        raise UserError(f"no run in {', '.join(map(str, paths)) or 'folders=[]'}: a run has a metrics.jsonl")
     if in_bits(records):
         for record in records:
             record.figures.update(dict.fromkeys(("best", "low", "high"), record.figures["bits"]))
