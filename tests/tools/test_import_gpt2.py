@@ -9,6 +9,7 @@ import torch
 from printed import assert_one_line, commands_in
 from safetensors.torch import load_file, save_file
 
+from common.lock import owned
 from common.settings import UserError, decode
 from data.tokenizer import BytesConfig, build_tokenizer
 from model.gpt import GPT, GPTConfig
@@ -174,8 +175,11 @@ def test_an_export_is_whole_or_absent(original, folder, tmp_path, command, monke
         return command("scripts/export_hf", f"checkpoint={original / 'run'}", f"out_dir={out_dir}")
 
     assert_one_line(exported(folder), "is not empty: choose another folder")
-    (tmp_path / "new.tmp").mkdir()
-    (tmp_path / "new.tmp" / "model.safetensors").write_text("of an export that was killed")
+    (beside := tmp_path / ".new.export").mkdir()
+    (beside / "model.safetensors").write_text("of an export that was killed")
+    with owned(beside, lambda: "taken"):
+        assert_one_line(exported(tmp_path / "new"), "new is being written by another process")
+    assert beside.exists()
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -184,7 +188,7 @@ def test_an_export_is_whole_or_absent(original, folder, tmp_path, command, monke
         patch.setattr("tools.convert.export_hf.write_json", full)
         assert_one_line(exported(tmp_path / "new"), "No space left")
     assert not (tmp_path / "new").exists()
-    assert not (tmp_path / "new.tmp").exists()
+    assert not beside.exists()
     (tmp_path / "new").mkdir()  # an empty one is as good as none
     assert exported(tmp_path / "new").status == 0
     assert (tmp_path / "new" / "config.json").read_bytes() == (folder / "config.json").read_bytes()

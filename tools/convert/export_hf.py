@@ -13,6 +13,7 @@ from torch import Tensor
 
 from common.console import say
 from common.files import make_directory, write_json
+from common.lock import owned
 from common.settings import UserError, decode
 from data.chat import ChatTokenizer
 from data.tokenizer import Tokenizer
@@ -42,16 +43,18 @@ def export(checkpoint: Path, out_dir: Path, average: bool = True) -> None:
     opened = open_model(checkpoint)
     gpt, tokenizer = load_model(opened, average)
     beside = out_dir.absolute().with_name(f".{out_dir.absolute().name}.export")
-    shutil.rmtree(beside, ignore_errors=True)  # left by an export that was killed
     make_directory(beside, "out_dir")
-    try:
-        plain = _write_model(gpt, tokenizer, beside)
-        for name, content in tokenizer_files(tokenizer, gpt.config.max_len).items():
-            write_json(beside / name, content)
-        (beside / "README.md").write_text(_card(gpt, tokenizer, opened.state, plain, average), encoding="utf-8")
-        os.rename(beside, out_dir)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+    with owned(beside, lambda: f"out_dir={out_dir} is being written by another process: choose another folder"):
+        try:
+            for old in beside.iterdir():  # left by an export that was killed
+                old.unlink()
+            plain = _write_model(gpt, tokenizer, beside)
+            for name, content in tokenizer_files(tokenizer, gpt.config.max_len).items():
+                write_json(beside / name, content)
+            (beside / "README.md").write_text(_card(gpt, tokenizer, opened.state, plain, average), encoding="utf-8")
+            os.rename(beside, out_dir)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
     say(f"written to {out_dir}: {'a GPT2LMHeadModel' if plain else 'a model with its own code'} (see README.md there)")
 
 
