@@ -82,6 +82,7 @@ def test_a_frame_that_shrinks_between_segments_loses_no_gradient():
     assert tiles() == before
 
 
+@pytest.mark.slow
 def test_what_follows_a_doubtful_segment_is_computed_exactly():
     """A chunk forgets a key by more than a frame can shrink: what comes later cannot be certain of the others."""
     leaves = inputs(65, 0.0, d_k=1, d_v=1)

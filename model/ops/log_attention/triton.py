@@ -26,8 +26,8 @@ from model.ops.log_attention.triton_kernels import backward_sweep, forward_sweep
 # Powers of two by which a frame can shrink after a chunk, without gates and with them.
 FEW, MANY = 24, 40
 
-# In units of a chunk's time: a sweep with OWN, by instructions of both passes for compute capability 9.0 (5,705 of
-# 11,346 for the flagship, 2,343 of 4,425 for heads of 32), and estimates: joining a segment, launching such a sweep.
+# In units of a chunk's time: a sweep with OWN, by instructions of both passes for compute capability 9.0 (4,679 of
+# 10,123 for the flagship, 2,112 of 4,146 for heads of 32), and estimates: joining a segment, launching such a sweep.
 OWN_PART, JOIN, START = 0.5, 0.25, 4.0
 
 

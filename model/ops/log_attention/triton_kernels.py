@@ -157,7 +157,7 @@ def backward_sweep(g_of, x, saved, doubtful, to, segments, OWN: tl.constexpr, P:
     saved = _slots_of(saved, program.g, P)
 
     first, stop = chunks_of(segments, N)
-    M, z, key, value = _saved(saved, stop if OWN else N, program, P)
+    M, z, key, value = _saved(saved, N, program, P)
     g_M, g_z = empty(0.0, P.ACC, P)
     if g_of.state is not None and not OWN:
         g_s, g_norm = load_state(state_of(g_of.state, program.g, program.g, P), 0, program, 0.0, P)
