@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from common.memory import available_memory
 from common.settings import UserError
 from inference.generation import Generation
-from inference.prefill import CHUNK, Prefix, Request, read
+from inference.prefill import Prefix, Request, chunk_of, read
 from inference.prompt_cache import PromptCache
 from inference.sampling import NOT_FINITE, SamplingConfig, draw
 from model.gpt import GPT
@@ -43,13 +43,13 @@ def _failing(generations: Sequence[Generation]) -> Iterator[None]:
             generation.fail(error)
 
 
-def _is_kept(n_read: int, n: int) -> bool:
+def _is_kept(n_read: int, n: int, chunk: int) -> bool:
     """Whether the cache keeps a prompt of n tokens after n_read: 0, 1, 2, 4, 8, ... chunks before its last whole chunk.
 
     A prompt that differs only in its last m tokens then rereads at most about 2 m tokens.
     """
-    left = n // CHUNK - n_read // CHUNK
-    return n_read % CHUNK == 0 and left & (left - 1) == 0
+    left = n // chunk - n_read // chunk
+    return n_read % chunk == 0 and left & (left - 1) == 0
 
 
 class Engine:
@@ -158,11 +158,12 @@ class Engine:
             if self.cache is not None and generation.may_skip and generation.prefix is None:
                 generation.n_read, generation.prefix = self.cache.longest(request.ids)
                 generation.n_cached = generation.n_read
+            size = chunk_of(self.gpt)
             while generation.n_read < len(request.ids):
-                chunk = torch.tensor([request.ids[generation.n_read : generation.n_read + CHUNK]])
+                chunk = torch.tensor([request.ids[generation.n_read : generation.n_read + size]])
                 prefix, logits = read(self.gpt, chunk, self.n_vocab, generation.prefix, self.end_ids)
                 generation.accept_prompt(prefix, logits[0])
-                is_kept = request.before is None and _is_kept(generation.n_read, len(request.ids))
+                is_kept = request.before is None and _is_kept(generation.n_read, len(request.ids), size)
                 if self.cache is not None and is_kept:
                     self.cache.add(request.ids[: generation.n_read], prefix)
                 if self.interleave and generation.n_read < len(request.ids):

@@ -1,4 +1,4 @@
-"""A request to continue a text, and the reading of its prompt, `CHUNK` tokens at a time."""
+"""A request to continue a text, and the reading of its prompt, `chunk_of` tokens at a time."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -14,9 +14,8 @@ from inference.sampling import SamplingConfig
 from model.gpt import GPT, GPTState
 
 CHUNK = 256
-"""Tokens of a prompt that go through the model at once. This bounds memory, and the time that other texts wait in the
-server. All prompts are cut at its multiples, so stopping at a multiple and continuing later does not change the bits.
-"""
+"""Tokens of a prompt that go through the model at once on a CPU."""
+_OF_GPUS = 2048  # fewer leave most multiprocessors idle
 
 _LONG = 64 * CHUNK  # tokens: the progress of reading fewer is not shown
 
@@ -95,16 +94,26 @@ def read(
     return Prefix(logits[:, -1].clone(), seen, state), logits  # a view would keep the logits of all tokens
 
 
+def chunk_of(gpt: GPT) -> int:
+    """Return how many tokens of a prompt go through the model at once.
+
+    This bounds memory, and the time that other texts wait in the server. All prompts are cut at its multiples, so
+    stopping at a multiple and continuing later does not change the bits.
+    """
+    return CHUNK if gpt.embed.weight.device.type == "cpu" else _OF_GPUS
+
+
 def prefill(gpt: GPT, tokenizer: Tokenizer, request: Request, n: int | None = None) -> Request:
     """Read n tokens of a request's prompt (None: whole chunks), and return the request that is left.
 
     The progress of a long prompt is shown.
     """
-    n = len(request.ids) // CHUNK * CHUNK if n is None else n
+    size = chunk_of(gpt)
+    n = len(request.ids) // size * size if n is None else n
     before, track = request.before, Track("reading: tokens", n) if n >= _LONG else None
     with track or contextlib.nullcontext():
-        for start in range(0, n, CHUNK):
-            chunk = torch.tensor([request.ids[start : min(start + CHUNK, n)]])
+        for start in range(0, n, size):
+            chunk = torch.tensor([request.ids[start : min(start + size, n)]])
             before, _ = read(gpt, chunk, tokenizer.n_vocab, before, tokenizer.end_ids)
             if track:
                 track.advance(chunk.shape[1])

@@ -176,6 +176,14 @@ def test_the_progress_of_a_long_prompt_is_shown(monkeypatch, capsys):
     assert [line.split(" (")[0] for line in lines] == [f"reading: tokens {n} of 768" for n in (256, 512, 768)]
 
 
+def test_a_gpu_reads_a_prompt_in_larger_pieces(monkeypatch):
+    gpt = loaded_of().gpt.to("meta")  # any device but the CPU
+    sizes = []
+    monkeypatch.setattr("inference.prefill.read", lambda _, ids, *rest: (sizes.append(ids.shape[1]), None))
+    left = prefill(gpt, BYTES, Request(random_ids(3 * 2048 + 300)))
+    assert (sizes, len(left.ids)) == ([2048] * 3, 300)
+
+
 # Files that do not fit
 
 

@@ -266,7 +266,7 @@ def test_a_stop_string_ends_a_text_and_is_no_part_of_it(make_engine):
 
 def test_probabilities_are_those_of_the_whole_text(make_engine, monkeypatch):
     engine = make_engine()
-    monkeypatch.setattr("inference.engine.CHUNK", 7)  # the prompt's cross the borders of chunks
+    monkeypatch.setattr("inference.prefill.CHUNK", 7)  # the prompt's cross the borders of chunks
     prompt = "né 日本 text".encode()
     reader = written(engine, prompt, max_tokens=40, seed=2, n_top=3, echo=True, sampling=SAMPLING[2])
     ids = [token.id for token in reader.tokens]
