@@ -229,7 +229,7 @@ def parse_manifest(dataset_dir: Path) -> Manifest:
     """
     path = dataset_dir / MANIFEST
     if file_size(path) is None:
-        remedy = "give the folder that scripts/prepare_data.py made (its --help has examples)"
+        remedy = "give the folder that scripts/prepare_data.py made, where it is now (its --help has examples)"
         raise UserError(f"dataset_dir={dataset_dir} does not exist or has no {MANIFEST}: {remedy}")
     raw = read_json(path)
     version = raw.get("format_version") if isinstance(raw, dict) else None

@@ -72,6 +72,13 @@ def data_of(page):
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
 
 
+def test_runs_that_are_validated_on_other_text_cause_a_warning(tmp_path, capsys):
+    for name in ("a", "b"):
+        make_run(tmp_path / name, [val(1, 2.0)], {"dataset_dir": f"datasets/{name}", "seed": 1})
+    write_report([tmp_path], None)
+    assert "runs differ in dataset_dir: losses of other validation texts" in capsys.readouterr().err
+
+
 def test_the_figures_are_those_of_the_lines(tmp_path):
     lines = [train(1, 4.0, rate=64.0), train(2, 3.0, rate=32.0), val(2, 3.5)]
     lines += [train(3, 2.0, rate=16.0), val(3, 2.5), val(4, 2.75)]

@@ -11,7 +11,7 @@ from common.settings import UserError
 from common.words import Items
 from tools.report.page import page_of
 from tools.report.pictures import draw_curves
-from tools.report.records import Record, common_folder, labels, lowest_loss, printable, read_records
+from tools.report.records import Record, common_folder, labels, lowest_loss, printable, read_records, varying_settings
 
 _REFRESH = 10.0
 """Seconds between two looks at running runs."""
@@ -48,6 +48,9 @@ def write_report(folders: Items[Path], out: Path | None, watch: bool = False) ->
     lowest = "" if best is None else f"; lowest validation loss {best}: {name}"
     n_runs = sum(record.figures["runs"] for record in records)
     say(f"{count(n_runs, 'run')}{lowest}")
+    varying = varying_settings(records)
+    if text := [key for key in ("dataset_dir", "eval.batches") if key in varying]:
+        warn(f"runs differ in {' and '.join(text)}: losses of other validation texts cannot be compared")
     for record in records:
         if record.failure:
             warn(f"{record.name} failed: {record.failure}")
