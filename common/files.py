@@ -92,10 +92,13 @@ def write_atomic(path: Path, content: bytes | str) -> None:
     data = content.encode() if isinstance(content, str) else content
     beside = path.with_name(path.name + ".tmp")
     beside.unlink(missing_ok=True)
-    with open(beside, "xb") as file:  # "x", as a planted link of that name would lead to another file
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(beside, "xb") as file:  # "x", as a planted link of that name would lead to another file
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:  # a write's has no name
+        raise OSError(error.errno, error.strerror, str(path)) from None
     os.replace(beside, path)
     sync_directory(path.parent)
 
@@ -145,10 +148,7 @@ def refuse_foreign(mark: bytes, first: Path, *others: Path) -> None:
 
     mark: in the first 4,096 bytes of the first file if the command wrote it. Then the others are the command's too.
     """
-    ours = False
-    if first.exists():
-        with open_file(first) as file:
-            ours = mark in file.read(4096)
+    ours = file_size(first) is not None and mark in first.read_bytes()[:4096]
     for path in (first, *others):
         if path.exists() and not ours:
             raise UserError(f"{path} exists and is not from this command, which would replace it: rename it")

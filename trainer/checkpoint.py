@@ -32,7 +32,6 @@ from typing import Literal
 
 import torch
 from pydantic import Field
-from safetensors import SafetensorError
 from torch import Tensor
 
 from common.console import say, warn
@@ -306,7 +305,7 @@ def save_checkpoint(run_dir: Path, tensors: Tensors, state: TrainState, tokenize
     """Write a checkpoint of contiguous tensors on the CPU. A crash or an error leaves earlier ones unchanged.
 
     Raises:
-        OSError, SafetensorError: it cannot be written.
+        OSError: it cannot be written.
     """
     path = checkpoint_path(run_dir, state.step)
     beside = path.with_name(path.name + ".tmp")
@@ -327,7 +326,7 @@ def save_checkpoint(run_dir: Path, tensors: Tensors, state: TrainState, tokenize
             _remove(path)
         os.rename(beside, path)
         sync_directory(path.parent)
-    except (OSError, SafetensorError):
+    except OSError:
         _clear(beside)  # makes room on a full disk
         raise
     return path
@@ -452,7 +451,7 @@ class Saver:
         error, self._error = self._error, None
         if error is None:
             return
-        if not isinstance(error, OSError | SafetensorError):
+        if not isinstance(error, OSError):
             raise error
         why = getattr(error, "strerror", None) or error
         problem = f"the save after step {self._step} failed ({why}); earlier checkpoints are whole"

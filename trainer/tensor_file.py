@@ -27,10 +27,16 @@ def save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] |
     """Write tensors to a safetensors file and to the disk.
 
     It may be read by whoever may read the user's other new files.
+
+    Raises:
+        OSError: it cannot be written.
     """
     path.touch()  # with the mode that the umask gives; safetensors' own files are for their owner alone
     mode = path.stat().st_mode
-    safetensors.torch.save_file(tensors, path, metadata)
+    try:
+        safetensors.torch.save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from None
     path.chmod(mode)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
