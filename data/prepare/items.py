@@ -32,10 +32,12 @@ NO_TEXT = "missing text"
 NOT_JSON, NOT_UTF8, BINARY = "malformed JSON", "invalid UTF-8", "binary data"
 ARRAY = "JSON array"
 FOUR_BYTES, OUT_OF_RANGE = "seems to hold ids of 4 bytes", "id out of range"
+NOT_IDS = "not a list of ids"
 LONG_WINDOW = "zstd window above 128 MB"
 REMEDIES = {
     NO_TEXT: "give the key that holds their text",
     NOT_JSON: "write one JSON object a line, or read plain text with data=text, CSV with data=hf",
+    NOT_IDS: "read conversations with data=chat",
     NOT_UTF8: "convert it with iconv -f ENCODING -t utf-8, where ENCODING is the one it was written in, such as cp1252",
     BINARY: "unpack archives, convert UTF-16 with iconv -f utf-16 -t utf-8, read token ids with data=tokens",
     ARRAY: "write one object a line, or use data=hf data.path=json data.data_files=FILE",

@@ -23,7 +23,19 @@ from common.words import source_for
 from data.chat import parse_messages
 from data.prepare.archives import COMPRESSED, n_controls, read_lines, read_utf8
 from data.prepare.files import matches, some_of
-from data.prepare.items import ARRAY, BINARY, NO_TEXT, NOT_JSON, NOT_UTF8, Document, Position, Raw, Seen, Unreadable
+from data.prepare.items import (
+    ARRAY,
+    BINARY,
+    NO_TEXT,
+    NOT_IDS,
+    NOT_JSON,
+    NOT_UTF8,
+    Document,
+    Position,
+    Raw,
+    Seen,
+    Unreadable,
+)
 
 _OF_DATASETS = re.compile(r"\.(parquet|arrow|csv|json)l?$", re.IGNORECASE)
 JSON_LINES = tuple(map("".join, itertools.product([".jsonl", ".ndjson"], ["", *COMPRESSED])))
@@ -132,7 +144,7 @@ class FileSource(Source):
 def _ids(values: list[Any]) -> np.ndarray:
     """Return a list of ids as an array (N,), int64. Raises Unreadable."""
     if not all(type(value) is int and -(2**63) <= value < 2**63 for value in values):
-        raise Unreadable("not a list of ids")
+        raise Unreadable(NOT_IDS)
     return np.array(values, np.int64)
 
 
