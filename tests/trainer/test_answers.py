@@ -221,7 +221,7 @@ def test_a_small_model_learns_to_answer_questions_that_it_has_not_seen(make_data
     base = [f"run_dir={tmp_path / 'base'}", f"dataset_dir={text}", "max_steps=200", "schedule.warmup_steps=20"]
     assert command(*run, *usual, "experiment=quickstart", *base).status == 0
     tuned = [f"run_dir={tmp_path / 'chat'}", f"init_from={tmp_path / 'base'}", f"dataset_dir={chat}"]
-    tuned += ["seq_len=256", "batch_tokens=4096", "max_steps=100", "schedule.warmup_steps=10"]
+    tuned += ["seq_len=256", "batch_tokens=2048", "max_steps=120", "schedule.warmup_steps=10", "optim.max_lr=1e-3"]
     assert command(*run, *usual, "experiment=chat", *tuned).status == 0
     gpt, tokenizer = load_model(tmp_path / "chat")
     stream = TokenStream(chat, read_manifest(chat), "val")
