@@ -119,7 +119,7 @@ def _as_option(word: str, config_name: str) -> str:
     keys = explained(CONFIGS / f"{config_name}.yaml")
     paths = [key for key in keys if re.search(r"(checkpoint|dir|folders?|out)$", key)]
     key = {"train": "run_dir", "plan": "run_dir", "prepare": "data.path"}.get(config_name, *paths[:1])
-    return f"write {key}={word}" if key and Path(word).exists() else "see --help"
+    return f"write {key}={word}" if key and word and Path(word).exists() else "see --help"
 
 
 def meant(key: str, keys: list[str], groups: dict[str, list[str]]) -> str:
