@@ -66,6 +66,8 @@ PLACES = {  # where a text says what to type, and the test that types it
     "cli/command.py": "test_extras_that_are_to_be_installed_exist",
     "data/prepare/finish.py": "test_training_begins_by_the_command_that_is_printed",
     "data/prepare/spans.py": "test_a_damaged_span_is_named",
+    "inference/sample.py": "test_a_small_model_learns_to_answer_questions_that_it_has_not_seen",
+    "inference/server/completions.py": "test_a_small_model_learns_to_answer_questions_that_it_has_not_seen",
     "model/ops/kernels.py": "test_extras_that_are_to_be_installed_exist",
     "tools/convert/gqa.py": "test_the_settings_to_go_on_with_are_printed",
     "tools/convert/import_gpt2.py": "test_training_goes_on_by_the_command_that_is_printed",
