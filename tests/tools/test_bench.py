@@ -52,6 +52,20 @@ def test_the_published_form_is_skipped_where_its_latents_fill_the_memory(command
     assert "published" not in [row["operator"] for row in rows]
 
 
+def test_launch_parameters_are_timed_beside_those_in_use(command, tmp_path, monkeypatch):
+    """Without the interpreter, a CPU is refused in one line."""
+    pytest.importorskip("triton")
+    tuned = "what=tuning", *TINY, "lengths=10", f"out={tmp_path / 'bench.json'}"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    rows = figures(command("scripts/bench", *tuned), tmp_path / "bench.json")["tuning"]
+    names = [row["parameters"] for row in rows]
+    assert names[0] == "as used"
+    assert "4 warps, 1 stages, chunks of 32" in names
+    assert len(set(names)) == 9
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert_one_line(command("scripts/bench", *tuned), "what=tuning: backend='triton' needs an NVIDIA GPU")
+
+
 # ----- training
 
 

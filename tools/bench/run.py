@@ -11,7 +11,7 @@ from common.console import say
 from common.files import make_directory, refuse_foreign, write_json
 from common.settings import Settings, UserError
 from common.words import Items
-from tools.bench import data, decode, operators, train
+from tools.bench import data, decode, operators, train, tuning
 from tools.bench.harness import Row, machine, print_table
 
 MEASURES: dict[str, tuple[Callable[[Any], dict[str, list[Row]]], str]] = {
@@ -19,6 +19,7 @@ MEASURES: dict[str, tuple[Callable[[Any], dict[str, list[Row]]], str]] = {
     "train": (train.measure, "training steps of {batch} x {seq_len} tokens; x: speed, relative to the first row"),
     "decode": (decode.measure, "decoding in float32; x: speed, relative to the first row of the same position"),
     "data": (data.measure, "preparing a dataset; x: speed, relative to the library with as many workers"),
+    "tuning": (tuning.measure, "log attention with gates by launch parameters; x: speed, relative to those in use"),
 }
 """What measures each kind, as tables by name, and the title of the first table."""
 
@@ -26,7 +27,7 @@ MEASURES: dict[str, tuple[Callable[[Any], dict[str, list[Row]]], str]] = {
 class BenchConfig(Settings, defaults="bench"):
     """Options of scripts/bench.py."""
 
-    what: Items[Literal["operators", "train", "decode", "data"]] = Field(min_length=1)
+    what: Items[Literal["operators", "train", "decode", "data", "tuning"]] = Field(min_length=1)
     profile: bool
     device: Literal["auto", "cpu", "cuda"]
     rounds: PositiveInt

@@ -124,9 +124,9 @@ def _log2_of_mantissa(x):
 def once(x, P: tl.constexpr):
     """x itself, which the compiler cannot compute again, or earlier, for another layout.
 
-    For wider types and heads it can: holding x would take more shared memory than most GPUs have.
+    For wider types it can: holding x would take more shared memory than most GPUs have.
     """
-    if INTERPRETED or P.OPERAND != tl.bfloat16 or P.BK > 64:
+    if INTERPRETED or P.OPERAND != tl.bfloat16:
         return x
     else:
         pack: tl.constexpr = 2 if x.dtype == tl.bfloat16 else 1  # to 32 bits
