@@ -39,12 +39,24 @@ def compose(config_name: str, overrides: list[str], config_dir: str | None = Non
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            return hydra.compose(config_name, options)
+            composed = hydra.compose(config_name, options)
     except (HydraException, errors.OmegaConfBaseException, OSError, yaml.YAMLError) as error:
+        general = [option for option in overrides if "." not in option.partition("=")[0]]
+        if len(general) < len(overrides):
+            compose(config_name, general, config_dir)  # a mistake in a file comes first
         raise UserError(explain(error, config_name)) from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         # Hydra does not check what a file sets under `hydra`.
         raise UserError(f"Hydra failed ({error!r}): if a configuration file sets hydra, remove that") from error
+    for group in groups_of(config_name):
+        section = group.replace("/", ".")
+        found = OmegaConf.select(composed, section, default={})
+        if not OmegaConf.is_dict(found) and found != {}:
+            above, name = group.rpartition("/")[0], "NAME" if found is None else found
+            shorter = f", without /{above}/ in a file of {above}/" if above else ""
+            what = f"a file sets {section} to {found}: to choose a file of configs/{group}"
+            raise UserError(f"{what}, write defaults: [override /{group}: {name}]{shorter}")
+    return composed
 
 
 def read_options(options: list[str], in_sweep: bool = False) -> list[str]:

@@ -34,7 +34,7 @@ Items = Annotated[list[T], BeforeValidator(_split)]
 
 def source_for(path: str) -> str:
     """Return the name of what reads a file in data preparation, data=NAME, by the file's name."""
-    readers = {"hf": "(parquet|arrow|csv)$", "jsonl": "(jsonl|ndjson)(\\.\\w+)?$", "tokens": "(bin|npy)$"}
+    readers = {"hf": "(parquet|arrow|csv(\\.\\w+)?)$", "jsonl": "(jsonl|ndjson)(\\.\\w+)?$", "tokens": "(bin|npy)$"}
     return next((name for name, ends in readers.items() if re.search(f"\\.{ends}", path.lower())), "text")
 
 
@@ -50,14 +50,14 @@ def refuse_flag(word: str) -> None:
 
 
 _NO_TEXTS = ("null", "true", "false", "nan", "inf")
-_SPACED = re.compile(r"[\w./-]+( [\w./-]+)+", re.ASCII)
-"""Texts that Hydra's grammar reads as they are, and a shell in double quotes."""
+_AS_IT_IS = re.compile(r"[\w./-]+( [\w./-]+)+|(?=.*=)[\w.,/=+-]+( [\w.,/=+-]+)*", re.ASCII)
+"""Texts that our command lines read as they are: words, and names of a sweep's jobs, such as runs/sweep/a=1,b=2."""
 
 
 def overrides(settings: Mapping[str, Any]) -> str:
-    """Return settings as command-line arguments in Hydra's grammar, quoted for a shell."""
+    """Return settings as arguments of our command lines, quoted for a shell."""
     return " ".join(
-        f'{key}="{value}"' if _SPACED.fullmatch(str(value)) else shlex.quote(f"{key}={in_hydras_grammar(value)}")
+        shlex.quote(f"{key}={value if _AS_IT_IS.fullmatch(str(value)) else in_hydras_grammar(value)}")
         for key, value in settings.items()
     )
 

@@ -90,7 +90,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
     """
     loaded = load(config)
     checkpoint, gpt, tokenizer, _, _ = loaded
-    dataset_dir = config.dataset_dir or checkpoint.state.dataset_dir
+    dataset_dir = config.dataset_dir or checkpoint.state.own_dataset()
     manifest = open_dataset(dataset_dir, tokenizer)
     loss = checkpoint.state.data.loss if manifest.tokenizer.markers else "all"
     stream = TokenStream(dataset_dir, manifest, config.split, loss)

@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from common.settings import Settings
+from model.gpt import GPT
 from trainer.checkpoint import CheckpointConfig
 from trainer.optim import OptimConfig
 from trainer.runtime import RuntimeConfig
@@ -51,6 +52,14 @@ class TrainConfig(FixedSettings, defaults="train"):
     checkpoint: CheckpointConfig
     eval: EvalConfig
     tracker: TrackerConfig
+
+    def share_of(self, n_device: int) -> int:
+        """Most sequences that each of n_device devices has in a step."""
+        return -(-self.batch_size * self.runtime.context_parallel // n_device)
+
+    def means(self, gpt: GPT) -> float:
+        """Numbers that training stores for each parameter, besides weight and gradient."""
+        return self.optim.means(gpt) + (self.average is not None)
 
     @property
     def last_step(self) -> int:

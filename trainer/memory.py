@@ -16,6 +16,7 @@ from model.gpt import GPT, GPTConfig
 from model.layers import Recompute
 from model.ops import linear_cross_entropy
 from model.state import state_bytes
+from trainer.config import TrainConfig
 from trainer.runtime import Runtime
 
 _MEASURED_TOKENS = 512
@@ -107,6 +108,13 @@ def step_memory(
         activations=round(tokens * (outside + sum(kept))) + of_weights + states,
         working=whole + max(loss, round(tokens * layer)),
     )
+
+
+def memory_of(gpt: GPT, config: TrainConfig, runtime: Runtime, n_device: int, micro_batch: int) -> Memory:
+    """The memory of a run's step: see step_memory."""
+    fsdp, accumulated = config.runtime.strategy == "fsdp", micro_batch < config.share_of(n_device)
+    size, how = (micro_batch, config.seq_len // config.runtime.context_parallel), config.runtime.recompute
+    return step_memory(gpt, *size, runtime, n_device, fsdp, how, accumulated, config.means(gpt))
 
 
 def _state_bytes(gpt: GPT, of_keys: int) -> int:

@@ -46,8 +46,7 @@ def choose_micro_batch(
         room, most = torch.cuda.mem_get_info(world.device)[1], share
         spare = int(SPARE * room)
     else:
-        beside = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))  # if unknown, assume all processes
-        room, spare = available_memory() // beside, 0
+        room, spare = room_on_cpu(world), 0
         most = largest(lambda size: predict(size) <= room / 2, share)
 
     params = [p for p in loss_module.parameters() if p.requires_grad]
@@ -85,6 +84,11 @@ def choose_micro_batch(
         raise UserError(f"{how}: one sequence does not fit in {place}: use a smaller model or a smaller {seq_len=}")
     say(f"{how}: {chosen} of up to {share} sequences, in {place}")
     return chosen
+
+
+def room_on_cpu(world: World) -> int:
+    """Bytes that each process on this machine may still take."""
+    return available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", world.size))  # if unknown, all are here
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.console import say
+from common.console import say, warn
 from common.settings import UserError, differences
 from data.loader import EvalBatches, TrainBatches
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
@@ -20,8 +20,8 @@ from trainer.checkpoint import Checkpoint, Tensors, open_checkpoint, open_model,
 from trainer.config import TrainConfig
 from trainer.distributed import SequenceGroup, World
 from trainer.long import share_sequences
-from trainer.memory import step_memory
-from trainer.micro_batch import choose_micro_batch
+from trainer.memory import memory_of, step_memory
+from trainer.micro_batch import choose_micro_batch, room_on_cpu
 from trainer.optim import named_state
 from trainer.randomness import RANDOM, random_tensors, seed_process, set_random_state
 from trainer.run_dir import changes_of
@@ -33,6 +33,7 @@ from trainer.transfer import scale_weights
 
 _BY_ID = ("embed.weight", "output.weight")
 """Parameters with a row for each id."""
+_MUCH = 0.8  # share of a machine's memory that a run can take without trouble
 _FIXED = set(FixedSettings.model_fields)
 _MAY_DIFFER: Any = {"run_dir": True, "dataset_dir": True, "tracker": True, "runtime": {"device"}}
 """Settings of each process: where it finds what is the same, and what only the main process uses."""
@@ -78,6 +79,8 @@ def open_run(config: TrainConfig, runtime: Runtime, world: World) -> Run:
     """
     manifest, tokenizer, batches, windows = open_data(config)
     _check_processes(config, runtime, world, manifest)
+    if world.is_main and runtime.device.type == "cpu" and config.runtime.micro_batch != "auto":
+        _compare_memory(config, runtime, world, config.runtime.micro_batch)
     if config.data.mixture is not None:
         batches.mix(config.dataset_dir, manifest, config.data.mixture)
     checkpoint = find_checkpoint(config.run_dir, world)
@@ -146,6 +149,17 @@ def _check_processes(config: TrainConfig, runtime: Runtime, world: World, manife
     if config.runtime.strategy == "fsdp" and config.batch_size % world.size:
         needed = f"divisible among {world.size} processes, as runtime.strategy=fsdp needs"
         raise UserError(f"{given}, not {needed}: change one of them, or use runtime.strategy=ddp")
+
+
+def _compare_memory(config: TrainConfig, runtime: Runtime, world: World, micro_batch: int) -> None:
+    """Warn if a step is planned to take most of this machine's memory: it may stand still, or kill the process."""
+    with torch.device("meta"):
+        gpt = GPT(config.model)
+    size = min(micro_batch, config.share_of(world.size))
+    planned, room = memory_of(gpt, config, runtime, world.size, size).peak, room_on_cpu(world)
+    if planned > _MUCH * room:
+        what = f"a step is planned to take {planned / 1e9:.1f} GB of memory, and {room / 1e9:.1f} GB are available"
+        warn(f"{what}: use a smaller model, seq_len or runtime.micro_batch (now {micro_batch})")
 
 
 def sequences_of(rank: int, size: int, batch_size: int) -> tuple[int, int]:

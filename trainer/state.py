@@ -5,12 +5,14 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from common.settings import Settings
+from common.settings import Settings, UserError
 from data.mixture import DataConfig
 from model.gpt import GPTConfig
 from trainer.bad_steps import LossStatistics
 
 FORMAT_VERSION: Literal[3] = 3
+NO_DATASET = Path("no-dataset-that-was-given")
+"""The dataset of an imported model."""
 
 
 class FixedSettings(Settings):
@@ -75,3 +77,9 @@ class TrainState(FixedSettings):
     """Name of the run for trackers; a resumed run keeps it."""
     dataset_dir: Path
     dataset_fingerprint: str
+
+    def own_dataset(self) -> Path:
+        """Return dataset_dir, for a command that was given none; UserError: the model was imported, without one."""
+        if self.dataset_dir == NO_DATASET:
+            raise UserError("an imported model has no dataset of its own: give dataset_dir=...")
+        return self.dataset_dir

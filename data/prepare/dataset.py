@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import os
 from collections.abc import Generator
 from pathlib import Path
@@ -15,7 +16,7 @@ from data.chat import ChatTokenizer
 from data.prepare.encode import Encoded, Item, Skipped, encode_all
 from data.prepare.finish import finish
 from data.prepare.items import NO_TEXT, OUT_OF_RANGE, REMEDIES, Position
-from data.prepare.sources import ChatSource, HubSource, JsonlSource, StdlibSource, TextSource
+from data.prepare.sources import ChatSource, HubSource, JsonlSource, Source, StdlibSource, TextSource
 from data.prepare.spans import Plan, Unfair, begin, is_whole, partial_dir, read_spans, remove, write_group, writing
 from data.prepare.tokens import TokenSource, val_inputs
 from data.shards import MANIFEST, TOKENIZER, Manifest, read_manifest
@@ -25,6 +26,7 @@ SourceConfig = Annotated[
     StdlibSource | TextSource | JsonlSource | ChatSource | TokenSource | HubSource, Field(discriminator="name")
 ]
 
+_LARGE = 100_000_000  # bytes of input, of which 0.005 are enough to validate on
 _CHECKED_ITEMS = 10_000  # after so many, a reason that loses most documents is an error
 
 
@@ -38,7 +40,8 @@ class PrepareConfig(Settings, defaults="prepare"):
     out_dir: Path
     """The dataset directory to make. Until it is whole, all tasks write into the folder of this name with .partial."""
     val_fraction: float | None = Field(gt=0, lt=1)
-    """The share of documents for the validation split. null: 0.005 for jsonl and datasets of the hub, else 0.05."""
+    """The share of documents for the validation split. null: 0.005 for the hub and for 100 MB or more of jsonl or
+    tokens, else 0.05."""
     val_tokens: PositiveInt | None
     """In place of val_fraction: the documents with the first so many tokens of the input are for validation."""
     shard_tokens: PositiveInt
@@ -72,7 +75,9 @@ class PrepareConfig(Settings, defaults="prepare"):
         """Return the settings that decide what the dataset holds, and its whole input, as JSON for its manifest."""
         kept = self.model_dump(mode="json", include={"data", "tokenizer", "shard_tokens"})
         inputs = self.data.inputs()
-        split: dict[str, Any] = {"val_fraction": self.val_fraction or self.data.usual_val_fraction}
+        size = sum(math.inf if n_bytes is None else n_bytes for n_bytes in inputs.values())
+        usual = self.data.usual_val_fraction if size >= _LARGE else Source.usual_val_fraction
+        split: dict[str, Any] = {"val_fraction": self.val_fraction or usual}
         if self.val_tokens:
             split = {"val_tokens": self.val_tokens}
         elif self.val_fraction is None and isinstance(self.data, TokenSource) and (found := val_inputs(inputs)):

@@ -48,11 +48,12 @@ class Skipped(NamedTuple):
 
     position: Position
     reason: str
+    about: str = ""
 
     @property
     def where(self) -> str:
-        """Where the item is, for messages."""
-        return str(self.position)
+        """Where the item is, and what is there, for messages."""
+        return f"{self.position}{self.about}"
 
 
 Item = Encoded | Skipped
@@ -139,7 +140,7 @@ def _encode(source: Source, tokenizer: Tokenizer, piece: int | None, raws: list[
             else:
                 found = [*_tokenized(text, tokenizer, piece)]
         except Unreadable as error:
-            items.append(Skipped(raw.position, str(error)))
+            items.append(Skipped(raw.position, str(error), error.about))
             continue
         except UnicodeEncodeError:  # JSON's "\ud800" is half a character, which UTF-8 cannot hold
             items.append(Skipped(raw.position, "lone surrogate"))

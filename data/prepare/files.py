@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from common.settings import UserError
+from data.prepare.archives import COMPRESSED
 
 _FOLDERS = {  # by names in them
     ("manifest.json", "train-00000.bin"): "a dataset",
@@ -26,6 +27,8 @@ _FILES = {  # by the ends of their names
     ".tiktoken": "a tokenizer",
     ".parquet": "Parquet: use data=hf",
     ".arrow": "Arrow: use data=hf",
+    ".csv": "CSV: use data=hf",
+    ".tsv": "TSV: write it as CSV or JSON lines",
 }
 _TOKENIZER = re.compile(rb'\s*\{\s*"version"\s*:\s*"[^"]*"\s*,\s*"truncation"\s*:')  # how its .json begins
 
@@ -52,7 +55,8 @@ def matches(pattern: str, left_out: dict[str, str]) -> list[str]:
     own = {os.path.realpath(f"/dev/fd/{number}"): "the output of this command" for number in (1, 2)}
     files = []
     for file in sorted(found):
-        kinds = (kind for end, kind in _FILES.items() if file.lower().endswith(end))
+        name = re.sub(rf"({'|'.join(COMPRESSED)})$", "", file.lower())
+        kinds = (kind for end, kind in _FILES.items() if name.endswith(end))
         kind = next(kinds, own.get(os.path.realpath(file)))
         if kind := kind or ("a tokenizer" if _is_tokenizer(file) else None):
             left_out[file] = kind

@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from common.console import say, show_table
+from common.console import say, show_table, warn
 from common.files import make_directory, sync_directory, write_json
 from common.lock import owned
 from common.settings import UserError
@@ -15,6 +15,7 @@ from data.prepare.items import REMEDIES
 from data.prepare.spans import Plan, Span, damaged, is_whole, number_of, read_spans, remove, span_dir
 from data.shards import MANIFEST, TOKENIZER, Counts, Manifest, Split, SplitName, read_manifest, shard_file, total_of
 
+_FEW = 5000  # tokens of validation, below which the loss is rough
 _LARGE = 100_000_000  # tokens that the default model needs
 
 
@@ -137,6 +138,9 @@ def _summarize(out_dir: Path, manifest: Manifest, first: dict[str, str]) -> None
         say(f"skipped {count:,} x {reason} (first: {first[reason]}){remedy}")
     if val_inputs := manifest.prepared.get("val_inputs"):
         say(f"for validation: {len(val_inputs):,} of {len(manifest.inputs):,} files, those with val in their names")
+    if (n_tokens := manifest.splits["val"].total.tokens) < _FEW:
+        remedy = "give a larger val_fraction or val_tokens, and another out_dir"
+        warn(f"only {n_tokens:,} tokens are for validation, so its loss is rough: {remedy}")
     written = sum(split.total.documents for split in manifest.splits.values())
     skipped = sum(manifest.skipped.values())
     say(f"{written + skipped:,} documents in the input: {written:,} written, {skipped:,} skipped")

@@ -21,10 +21,10 @@ class Position(NamedTuple):
 class Unreadable(Exception):
     """This item is not a document. The reason, such as "malformed JSON", is counted."""
 
-    def __init__(self, reason: str, line: int = 1) -> None:
-        """`line`: where in the rest of the input it is."""
+    def __init__(self, reason: str, line: int = 1, about: str = "") -> None:
+        """`line`: where in the rest of the input it is. `about`: what it has instead."""
         super().__init__(reason)
-        self.line = line
+        self.line, self.about = line, about
 
 
 NO_TEXT = "missing text"

@@ -37,7 +37,7 @@ from data.prepare.items import (
     Unreadable,
 )
 
-_OF_DATASETS = re.compile(r"\.(parquet|arrow|csv|json)l?$", re.IGNORECASE)
+_OF_DATASETS = re.compile(r"\.(parquet|arrow|csv|json)l?((?<=csv)\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
 JSON_LINES = tuple(map("".join, itertools.product([".jsonl", ".ndjson"], ["", *COMPRESSED])))
 
 
@@ -345,8 +345,8 @@ class HubSource(Source, defaults="data/hf"):
             rows = self._open(number)
             for row in rows:
                 number += 1
-                content = {key: row.get(key) for key in (self.text_field, *_BESIDE)}
-                text = str(content) if self.is_chat else content[self.text_field]
+                content = {key: row[key] if key in (self.text_field, *_BESIDE) else None for key in row}
+                text = str(content) if self.is_chat else content.get(self.text_field)
                 size = len(text) if isinstance(text, str | list) else 0
                 yield Raw(Position(self.path, number), content, size)
         except Exception as error:
@@ -439,7 +439,8 @@ def _of_record(record: Any, source: NamedFiles | HubSource) -> tuple[Any, str]:
     if source.is_chat and (text is None or source.text_field == "completion"):
         text = _messages(record) if isinstance(record, dict) else None
     if text is None:
-        raise Unreadable(NO_TEXT)
+        keys = some_of([repr(key[:40]) for key in record]) if isinstance(record, dict) else ""
+        raise Unreadable(NO_TEXT, about=f" with {keys}" if keys else "")
     meta = record.get("meta")
     name = meta.get("pile_set_name") if isinstance(meta, dict) else None
     if not (isinstance(name, str) and name and name.isprintable()):  # it is printed to terminals

@@ -76,10 +76,15 @@ def test_a_mistake_in_another_command_is_one_clear_line_too(command):
     [
         ("prepare_data data=text data.path=nowhere", ["data.path=nowhere matches no file", "give a file, a folder"]),
         ("prepare_data data=jsonl data.path=notes", ["data.path=notes matches no file that data=jsonl reads"]),
-        ("prepare_data data=text data.path=lines.jsonl data.text_field=body", ["data.text_field=body is missing in 1"]),
+        (
+            "prepare_data data=text data.path=lines.jsonl data.text_field=body",
+            ["body is missing in 1", "lines.jsonl:1 with 'text'"],
+        ),
         ("prepare_data data=tokens data.path=ids.jsonl", ["id out of range in 2 of the first 3 documents", "n_vocab"]),
         ("prepare_data data=text data.path=-", ["data.path=- is standard input: write its content to a file"]),
         ("prepare_data data=hf data.path=notes/a.txt", ["a.txt: data=hf reads .parquet, .arrow, ", "give data=text"]),
+        ("prepare_data data=text data.path=a.csv.gz", ["left out: a.csv.gz (CSV: use data=hf)"]),
+        ("prepare_data data=text data.path=b.tsv", ["left out: b.tsv (TSV: write it as CSV or JSON lines)"]),
         ("prepare_data data=hf data.path=*.jsonl.gz", ["data=hf reads .parquet, .arrow, ", "give data=jsonl"]),
         ("prepare_data data=stdlib tokenizer=hf", ["'tokenizer.path' is missing: give it a value"]),
         (
@@ -105,6 +110,8 @@ def test_a_mistake_with_data_is_one_clear_line(command, dataset_dir, tmp_path, m
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("text")
+    for name in ("a.csv.gz", "b.tsv"):
+        (tmp_path / name).touch()
     (tmp_path / "lines.jsonl").write_text('{"text": "text"}\n')
     (tmp_path / "ids.jsonl").write_text("".join(f'{{"tokens": [1, {i}]}}\n' for i in (256, 257, 258)))
     (tmp_path / "dataset").symlink_to(dataset_dir)

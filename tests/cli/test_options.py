@@ -124,6 +124,26 @@ def test_names_of_the_same_section_come_first(given, answer):
     assert nearest(given, ["a", "a.one", "a.two", "last", *(f"k.{i}" for i in range(25))]) == answer
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: flagship_10m", "a file sets model to flagship_10m: to choose a file of configs/model, write"),
+        ("model:\n  attention: softmax", "softmax], without /model/ in a file of model/"),
+        ("tracker: wandb", "write defaults: [override /tracker: wandb]"),
+        ("optim: null", "write defaults: [override /optim: NAME]"),
+    ],
+)
+def test_a_file_that_names_another_is_told_how(command, tiny_args, tmp_path, text, said):
+    file, options = tmp_path / "experiment" / "mine.yaml", ["--config-dir", str(tmp_path), "experiment=mine"]
+    file.parent.mkdir()
+    file.write_text(f"# @package _global_\n{text}\n")
+    result = command("train", *tiny_args, *options)
+    assert_one_line(result, said)
+    right = re.search(r"write (.*?\])", result.err)[1].replace("NAME", "muon")
+    file.write_text(f"# @package _global_\n{right}\n")
+    assert command("train", *options, *tiny_args, "--cfg", "job").status == 0
+
+
 SWEPT = ["runs/s/optim.max_lr=0.003,seed=1", "runs/experiment=quickstart,optim.max_lr=0.003,seed=1", "a(b), c", "a=b'c"]
 
 

@@ -24,6 +24,7 @@ from printed import commands_in
 
 from cli import compose, to_dict
 from cli.command import EXTRAS
+from cli.compose import read_options
 from common.settings import decode
 from common.words import overrides
 from trainer.config import TrainConfig
@@ -218,9 +219,10 @@ WORDS = ["d4", "1 .", "it's", "c:\\", r"c:\x\'", "1", "1e3", "NULL", "x=1", "[x]
 def test_settings_are_printed_as_a_command_line_takes_them(text):
     for value in (text, [text, {"name": text, "n": 1}, None, True, 6e-5]):
         (typed,) = shlex.split(overrides({"a.key": value}))
-        (parsed,) = OverridesParser.create().parse_overrides([typed])
+        (parsed,) = OverridesParser.create().parse_overrides(read_options([typed]))
         assert (parsed.key_or_group, plain(parsed.value())) == ("a.key", value)
-    assert overrides({"key": "runs/data set"}) == 'key="runs/data set"'
+    assert overrides({"key": "runs/data set", "b": "a b/x=1"}) == "'key=runs/data set' 'b=a b/x=1'"
+    assert overrides({"key": "runs/s/optim.max_lr=0.001,seed=1"}) == "key=runs/s/optim.max_lr=0.001,seed=1"
 
 
 def plain(value):

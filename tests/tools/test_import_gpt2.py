@@ -101,6 +101,15 @@ def test_weights_in_several_files_are_those_of_one(folder, tmp_path):
     assert all(torch.equal(value, again[name]) for name, value in once.items())
 
 
+@pytest.mark.parametrize(("rows", "is_said"), [(320, False), (512, True)])
+def test_a_tokenizer_with_far_fewer_ids_than_the_model_has_rows_is_said(folder, tmp_path, capsys, rows, is_said):
+    config(vocab_size=rows)(folder)
+    weights(lambda tensors: tensors.update({"transformer.wte.weight": torch.zeros(rows, 16)}))(folder)
+    import_gpt2(folder, tmp_path / "again")
+    said = f"the model has rows for {rows} ids, and tokenizer.json has 257: make sure that it is the model's own"
+    assert (said in capsys.readouterr().err) == is_said
+
+
 def test_training_goes_on_by_the_command_that_is_printed(folder, tmp_path, dataset_dir, command):
     run_dir = tmp_path / "it's again (1)"
     result = command("scripts/import_gpt2", f"folder={folder}", f"run_dir={run_dir}")
@@ -121,7 +130,8 @@ def test_it_can_be_evaluated_and_sampled_from(folder, tmp_path, dataset_dir, com
     assert result.status == 0, result.err
     result = command("eval", again, f"dataset_dir={dataset_dir}", "batches=1", "runtime.device=cpu")
     assert result.status == 0, result.err
-    assert "dataset_dir=no-dataset" in " ".join(command("eval", again, "runtime.device=cpu").err.split())
+    for script, option in (("eval", again), ("scripts/inspect_dataset", f"run_dir={tmp_path / 'again'}")):
+        assert_one_line(command(script, option), "an imported model has no dataset of its own: give dataset_dir=...")
     settings = {"model": MODEL | {"pad_vocab": 1}, "run_dir": tmp_path / "again", "batch_tokens": 480 * 16}
     with pytest.raises(
         UserError, match=r"again is an imported model: train it with init_from=.*again in another run_dir"

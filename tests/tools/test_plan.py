@@ -9,10 +9,11 @@ from printed import assert_one_line
 from common.settings import decode
 from model.gpt import GPT
 from tools.bench.train import Training, measure_rate
-from tools.plan.plan import PlanConfig, find_target, memory_of, plan
+from tools.plan.plan import PlanConfig, find_target, plan
 from tools.plan.report import as_text, duration, gigabytes
 from trainer.checkpoint import newest
 from trainer.devices import DEVICES, device_by_name, device_of_gpu
+from trainer.memory import memory_of
 from trainer.metrics import read_metrics
 from trainer.micro_batch import SPARE
 from trainer.runtime import open_runtime
@@ -86,8 +87,8 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not(tiny_plan):
         gpt = GPT(config.model)
     largest = plan(config)["memory"]["largest_micro_batch"]
     assert 1 < largest < 500_000
-    assert memory_of(gpt, config, target, largest).peak <= 16e9 * (1 - SPARE)
-    assert memory_of(gpt, config, target, largest + 1).peak > 16e9 * (1 - SPARE)
+    assert memory_of(gpt, config, target.runtime, config.n_device, largest).peak <= 16e9 * (1 - SPARE)
+    assert memory_of(gpt, config, target.runtime, config.n_device, largest + 1).peak > 16e9 * (1 - SPARE)
 
 
 def test_auto_plans_with_the_largest_micro_batch_and_a_share_is_enough(tiny_plan):

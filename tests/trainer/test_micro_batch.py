@@ -6,6 +6,7 @@ import weakref
 import pytest
 import ranks
 import torch
+from alone import open_run
 from faults import metrics
 from torch import nn
 
@@ -15,7 +16,7 @@ from model.gpt import GPT, GPTConfig
 from trainer import micro_batch
 from trainer.checkpoint import newest, open_checkpoint
 from trainer.distributed import World
-from trainer.memory import Memory
+from trainer.memory import Memory, memory_of
 from trainer.micro_batch import choose_micro_batch
 from trainer.runtime import Runtime
 
@@ -24,6 +25,18 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
 CPU = Runtime(torch.device("cpu"), torch.float32)
 ALONE = World(CPU.device)
 GB = 10**9
+
+
+@pytest.mark.parametrize(("share", "warns"), [(0.75, False), (0.85, True)])
+def test_a_plan_of_most_of_the_memory_is_said_before_the_model_is_made(tiny, monkeypatch, capsys, share, warns):
+    config = tiny()
+    with torch.device("meta"):
+        gpt = GPT(config.model)
+    room = int(memory_of(gpt, config, CPU, 1, 2).peak / share)
+    monkeypatch.setattr(micro_batch, "available_memory", lambda: room)
+    open_run(config)
+    assert ("GB are available: use a smaller model, seq_len or" in capsys.readouterr().err) == warns
+
 
 # What child processes begin with: a weight of 64 MiB, and 16 MiB that each sequence has kept for its backward pass.
 CHILD = """

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.console import say
+from common.console import say, warn
 from common.files import file_size, read_json
 from common.settings import UserError
 from common.words import overrides
@@ -24,6 +24,7 @@ from trainer.tensor_file import read_header, read_tensors
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MASK_TYPES = (torch.bool, torch.uint8, torch.float32)
+_PADDING = 128  # rows without an id that are usual, because sizes of a power of 2 are faster
 _SEQUENCES = 480  # of a step: the published batch
 _TO_CHOOSE = {"dataset_dir": "datasets/pile", "optim.max_lr": 6e-5, "max_steps": 1000, "schedule.warmup_steps": 100}
 """Suggested settings: a short training at a tenth of the usual rate."""
@@ -67,6 +68,9 @@ def read_gpt2(folder: Path) -> tuple[GPT, Tokenizer]:
         raise UserError(
             f"{folder} has a tokenizer with {tokenizer.n_vocab} ids, but the model has only {config.n_vocab}"
         )
+    if config.n_vocab - tokenizer.n_vocab >= _PADDING:
+        what = f"the model has rows for {config.n_vocab} ids, and tokenizer.json has {tokenizer.n_vocab}"
+        warn(f"{folder}: {what}: make sure that it is the model's own")
     with torch.device("meta"):
         gpt = GPT(config)
     gpt.load_state_dict(_weights([paths[name] for name in files], gpt), assign=True)

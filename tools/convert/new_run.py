@@ -9,13 +9,11 @@ from data.tokenizer import Tokenizer
 from model.gpt import GPT
 from trainer.checkpoint import newest, save_checkpoint
 from trainer.run_dir import check_folder, own_run
-from trainer.state import TrainState
-
-_NO_DATASET = Path("no-dataset-that-was-given")
+from trainer.state import NO_DATASET, TrainState
 
 
 def begin_with(
-    gpt: GPT, tokenizer: Tokenizer, run_dir: Path, seq_len: int, batch_tokens: int, dataset_dir: Path = _NO_DATASET
+    gpt: GPT, tokenizer: Tokenizer, run_dir: Path, seq_len: int, batch_tokens: int, dataset_dir: Path = NO_DATASET
 ) -> Path:
     """Make a run of a converted model, for `init_from`: write its checkpoint of step 0, and return its path.
 

@@ -14,7 +14,7 @@ from model.gpt import GPT
 from tools.bench.train import measure_rate
 from trainer.config import TrainConfig
 from trainer.devices import device_by_name, device_of_gpu
-from trainer.memory import Memory, step_memory
+from trainer.memory import memory_of
 from trainer.micro_batch import SPARE, largest
 from trainer.runtime import Runtime, is_bfloat16_fast
 
@@ -40,11 +40,7 @@ class PlanConfig(TrainConfig, defaults="plan"):
     @property
     def share(self) -> int:
         """Maximum number of sequences per device and step."""
-        return -(-self.batch_size * self.runtime.context_parallel // self.n_device)
-
-    def means(self, gpt: GPT) -> float:
-        """Numbers that training stores for each parameter, besides weight and gradient."""
-        return self.optim.means(gpt) + (self.average is not None)
+        return self.share_of(self.n_device)
 
     @model_validator(mode="after")
     def _plan_fits(self) -> "PlanConfig":
@@ -82,13 +78,14 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     target = find_target(config)
     with torch.device("meta"):
         gpt = GPT(config.model)
+    run = config, target.runtime, config.n_device
     most = None  # unknown; 0: not even one sequence fits
     if target.memory is not None:
         room = target.memory * (1 - SPARE)
-        most = largest(lambda size: memory_of(gpt, config, target, size).peak <= room, config.share)
+        most = largest(lambda size: memory_of(gpt, *run, size).peak <= room, config.share)
     wanted = config.runtime.micro_batch
     micro_batch = min(most or 1 if wanted == "auto" else wanted, config.share)
-    memory = memory_of(gpt, config, target, micro_batch)
+    memory = memory_of(gpt, *run, micro_batch)
     flops = gpt.flops_per_token(config.seq_len)
     return {
         "device": {"name": target.name, "n": config.n_device, "memory": target.memory, "peak_flops": target.peak}
@@ -131,13 +128,6 @@ def find_target(config: PlanConfig) -> Target:
     if gpu is not None and device == "auto":
         return Target(gpu, runtime, float(torch.cuda.mem_get_info()[1]), None, "unknown")
     return Target(device, runtime, None, None, "unknown")
-
-
-def memory_of(gpt: GPT, config: PlanConfig, target: Target, micro_batch: int) -> Memory:
-    """The memory that a device needs with micro-batches of this size."""
-    fsdp, accumulated = config.runtime.strategy == "fsdp", micro_batch < config.share
-    size, how = (micro_batch, config.seq_len // config.runtime.context_parallel), config.runtime.recompute
-    return step_memory(gpt, *size, target.runtime, config.n_device, fsdp, how, accumulated, config.means(gpt))
 
 
 def time_of(config: PlanConfig, target: Target, flops: int, micro_batch: int) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def inspect(
         UserError: there is no such dataset, run or token, or the run was trained on another dataset.
     """
     state = None if run_dir is None else open_checkpoint(run_dir, files=["state.json"]).state
-    dataset_dir = state.dataset_dir if dataset_dir is None and state else dataset_dir
+    dataset_dir = state.own_dataset() if dataset_dir is None and state else dataset_dir
     if dataset_dir is None:
         raise UserError("nothing to inspect: give dataset_dir, or run_dir and step")
     manifest = read_manifest(dataset_dir)

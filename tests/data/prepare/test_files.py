@@ -33,6 +33,7 @@ NOT_TEXT = {  # folders and files that are left out, by what is in them
     "gpt2.tiktoken": None,
     "a.parquet": None,
     "b.ARROW": None,
+    "c.csv": None,
 }
 
 

@@ -1,5 +1,6 @@
 """Datasets as the library datasets opens them: from the hub, which tests cannot reach, or from a folder."""
 
+import gzip
 import json
 import shutil
 
@@ -46,7 +47,7 @@ def test_a_folder_is_read_in_order(folder):
     assert texts(source(folder, subset="books")) == [f"book {i}" for i in range(4)]
 
 
-SAVED = ["saved", "splits", "a.parquet", "a.ARROW", "*.parquet", "arrow", "a.csv", "a.jsonl"]
+SAVED = ["saved", "splits", "a.parquet", "a.ARROW", "*.parquet", "arrow", "a.csv", "a.csv.gz", "a.jsonl"]
 
 
 @pytest.mark.parametrize("path", SAVED)
@@ -60,6 +61,7 @@ def test_what_the_library_saves_is_read(tmp_path, path, first):
     datasets.DatasetDict(train=rows, test=rows.select([2, 1])).save_to_disk(tmp_path / "splits")
     rows.to_parquet(tmp_path / "a.parquet")
     rows.to_csv(tmp_path / "a.csv")
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress((tmp_path / "a.csv").read_bytes()))
     rows.to_json(tmp_path / "a.jsonl")
     (tmp_path / "arrow").mkdir()
     for copy in ("a.ARROW", "arrow/a.arrow"):
@@ -132,7 +134,9 @@ def test_it_is_prepared_as_typed(command, folder, tmp_path):
 
 
 def test_a_column_that_is_not_there_is_named(config, folder):
-    with pytest.raises(UserError, match=r"data\.text_field=text is missing in 12 of the first 12 documents"):
+    with pytest.raises(
+        UserError, match=r"data\.text_field=text is missing in 12 of the first 12 documents .*:1 with 'body', 'id'\)"
+    ):
         prepare(config(data={"name": "hf", "path": str(folder)}))
 
 

@@ -235,6 +235,14 @@ def test_five_percent_of_tinyshakespeare_are_for_validation(config):
     assert sum(split.total.documents for split in manifest.splits.values()) == 67
 
 
+@pytest.mark.parametrize(("large", "fraction"), [(10**6, 0.05), (10**3, 0.005)])
+def test_of_a_small_corpus_more_is_for_validation(config, monkeypatch, capsys, large, fraction):
+    monkeypatch.setattr("data.prepare.dataset._LARGE", large)
+    total = prepare(config(val_fraction=None)).splits["val"].total.tokens
+    assert f"warning: only {total:,} tokens are for validation, so its loss is rough: give" in capsys.readouterr().err
+    assert config(val_fraction=None).recorded()["val_fraction"] == fraction
+
+
 def test_a_split_that_is_fair_by_its_hash_is_left_as_it_is(config, tmp_path, monkeypatch):
     """So larger corpora, in which it is, hold what they held; and more documents than those count as many."""
     by_hash = prepare(config(val_fraction=0.1, shard_tokens=1000))
@@ -313,7 +321,7 @@ def test_a_text_field_that_most_lines_lack(config, corpus, tmp_path):
     second = tmp_path / "second.jsonl"
     second.write_text('{"content": "x"}\n')
     paths = {"name": "jsonl", "path": [str(corpus), str(second)]}
-    message = f"data.text_field=text is missing in 202 of the first 402 documents (first: {corpus}:201): give the key"
+    message = f"missing in 202 of the first 402 documents (first: {corpus}:201 with 'content'): give the key"
     with pytest.raises(UserError, match=re.escape(message)):
         prepare(config(data=paths))
     assert not (tmp_path / "out.partial").exists()
@@ -328,7 +336,9 @@ def test_a_text_field_that_most_of_the_first_lines_lack_is_an_error_before_the_r
     monkeypatch.setattr(data.prepare.encode, "_encode", lambda *task: encoded.append(task) or encode(*task))
     lines = ['{"content": "x"}', '{"content": "y"}', '{"text": "z"}'] * 100
     corpus.write_text("\n".join(lines) + "\n")
-    with pytest.raises(UserError, match=rf"missing in 67 of the first 100 documents \(first: {corpus}:1\)"):
+    with pytest.raises(
+        UserError, match=rf"missing in 67 of the first 100 documents \(first: {corpus}:1 with 'content'\)"
+    ):
         prepare(config(workers=1))
     assert len(encoded) == 10
     assert not (tmp_path / "out.partial").exists()
