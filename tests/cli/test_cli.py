@@ -24,7 +24,7 @@ def snapshot(folder):
         ("optim.max_lrr=3", ["unknown config key 'optim.max_lrr': did you mean 'optim.max_lr'?"]),
         ("--max_steps=3", ["--max_steps=3: options are KEY=VALUE here: write max_steps=3"]),
         ("model=heinsen_125", ["model=heinsen_125 does not exist: did you mean 'heinsen_125m'?"]),
-        ("experiment=zzz", ["experiment=zzz does not exist: allowed: fineweb_124m, pile_125m, pile_"]),
+        ("experiment=zzz", ["experiment=zzz does not exist: allowed: chat, fineweb_124m, pile_1"]),
         ("model/attention=softmx", ["model/attention=softmx does not exist: did you mean 'softmax'?"]),
         ("tracker=wandb tracker.mode=offline", ["'tracker.mode': did you mean 'tracker.wandb.mode'?"]),
         ("+optim.lr=1", ["unknown config key 'optim.lr'"]),

@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import textwrap
 import tomllib
 from pathlib import Path
 from pkgutil import resolve_name
@@ -166,6 +167,9 @@ def test_the_commands_of_a_page_reach_their_work(goes_to_work, tmp_path, page):
     for name in ("demo", "mine"):
         write_run(tmp_path / "runs" / name)
     text = page.read_text().replace(" ... ", " experiment=quickstart ")  # dots are the reader's own options
+    for experiment in re.findall(r"^    # @package _global_\n(?:    .*\n)+", text, re.MULTILINE):
+        (tmp_path / "mine" / "experiment").mkdir(parents=True)
+        (tmp_path / "mine" / "experiment" / "notes.yaml").write_text(textwrap.dedent(experiment))
     for one in commands_in(text):
         if not {"--cfg", "--help"} & set(one.arguments):
             assert goes_to_work(*one) >= 1
