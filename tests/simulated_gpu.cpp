@@ -1,4 +1,4 @@
-// Makes a torch without CUDA believe that there is one GPU with one stream, so that autograd accepts its tensors.
+// Makes a torch believe that there is one GPU with one stream, so that autograd accepts its tensors.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -32,9 +32,11 @@ struct CUDAHooks final : at::CUDAHooksInterface {  // torch looks for a class of
   at::DeviceIndex getCurrentDevice() const override { return 0; }
 };
 
-c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, new Guard());
-using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
-REGISTER_CUDA_HOOKS(CUDAHooks)
+RegistererCUDAHooksRegistry hooks(
+    "CUDAHooks", c10::REGISTRY_PREFERRED, at::CUDAHooksRegistry(),
+    RegistererCUDAHooksRegistry::DefaultCreator<CUDAHooks>);  // a torch with CUDA brings its own
 
 }  // namespace
+
+extern "C" void guard() { c10::impl::DeviceGuardImplRegistrar(c10::DeviceType::CUDA, new Guard()); }

@@ -24,12 +24,12 @@ def _load_guard():
         torch_itself = [f"-I{folder / 'include'}", f"-L{folder / 'lib'}", f"-Wl,-rpath,{folder / 'lib'}"]
         options = ["-std=c++20", "-shared", "-fPIC", *torch_itself, "-lc10", "-ltorch_cpu", "-o", library]
         subprocess.run(["g++", Path(__file__).with_suffix(".cpp"), *options], check=True)
-        ctypes.CDLL(str(library))
+        return ctypes.CDLL(str(library))
 
 
 ASKED_FOR = os.environ.get("SIMULATED_GPU") == "1"
 if ASKED_FOR:
-    _load_guard()
+    library = _load_guard()
 
 import torch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -124,4 +124,5 @@ def begin():
     torch.Tensor.pin_memory = lambda self: self
     torch.__future__.set_overwrite_module_params_on_conversion(True)  # the numbers of a wrapper cannot be replaced
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is made on the CPU and copied
+    library.guard()  # again, in place of the one that a torch with CUDA has brought
     Operations().__enter__()
