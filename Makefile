@@ -58,8 +58,9 @@ test-gpu: setup  ## run on a GPU all tests that can run there: minutes
 	@$(VENV)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("error: torch sees no GPU here: run make test-gpu on a machine with one")'
 	$(VENV)/python -m pytest -m gpu -W default
 
-gpu-hour: setup  ## check, time, profile and test on a GPU within an hour; continues after an interruption
-	$(VENV)/python scripts/gpu_hour.py
+# On a bare machine, its own Python: setup needs a network. Options are those of the script: make gpu-hour minutes=9
+gpu-hour:  ## check, time, profile and test on a GPU within an hour; continues after an interruption
+	$(or $(wildcard $(VENV)/python),$(PYTHON)) scripts/gpu_hour.py $(filter-out PYTHON=%,$(MAKEOVERRIDES))
 
 mutations: setup  ## break the code in ten ways and check that a test of `make test` notices each
 	$(VENV)/python tests/mutations.py

@@ -16,6 +16,7 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
   c10::Stream exchangeStream(c10::Stream) const noexcept override { return stream; }
   void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
   void block(void*, const c10::Stream&) const override {}
+  void synchronizeDevice(c10::DeviceIndex) const override {}
   bool queryEvent(void*) const override { return true; }
   void destroyEvent(void*, c10::DeviceIndex) const noexcept override {}
 };

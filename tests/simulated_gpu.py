@@ -15,6 +15,7 @@ import os
 import subprocess
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 
 def _load_guard():
@@ -110,18 +111,30 @@ def failed_check(name, *_, **__):
     return None if name == "log attention by triton" else "is not simulated"
 
 
+def in_a_thread(function, *arguments):
+    """Call a function in a new thread, where the GPU is absent if it is simulated."""
+    with Operations() if ASKED_FOR else contextlib.nullcontext():
+        return function(*arguments)
+
+
 def begin():
     """Make "cuda" the simulated GPU, for tensors of threads that enter `Operations`."""
     facts = {"is_available": True, "device_count": 1, "current_device": 0, "get_device_name": "a simulated GPU"}
     facts |= {"is_bf16_supported": True, "get_rng_state": torch.zeros(16, dtype=torch.uint8), "is_initialized": True}
+    memory, gpu = 80 * 10**9, {"name": "a simulated GPU", "major": 9, "minor": 0, "multi_processor_count": 132}
+    facts |= {"get_device_properties": SimpleNamespace(total_memory=memory, **gpu), "get_arch_list": ["sm_90"]}
+    facts |= {"mem_get_info": (memory, memory), "max_memory_allocated": memory, "is_current_stream_capturing": False}
     facts |= dict.fromkeys(["_lazy_init", "synchronize", "empty_cache", "set_rng_state", "set_device"])
     for name, value in facts.items():
         setattr(torch.cuda, name, lambda *_, value=value, **__: value)
+    math = torch.ops.aten._scaled_dot_product_attention_math  # torch's own choice asks CUDA
+    torch.nn.functional.scaled_dot_product_attention = lambda *qkv, **options: math(*qkv, **options)[0]
     from model.ops import checks
 
     checks.failed_check = failed_check
     torch.inference_mode = inference_mode
     torch.Tensor.pin_memory = lambda self: self
+    torch.Generator = type("Generator", (torch.Generator,), {"__new__": lambda cls, _=None: torch._C.Generator()})
     torch.__future__.set_overwrite_module_params_on_conversion(True)  # the numbers of a wrapper cannot be replaced
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is made on the CPU and copied
     library.guard()  # again, in place of the one that a torch with CUDA has brought

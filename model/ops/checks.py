@@ -36,7 +36,12 @@ from common.settings import UserError
 
 SECONDS = 600.0  # of a check: compiling all variants of a kernel takes some minutes
 
-_TEMPORARY = ("out of memory", "busy or unavailable", "SIGKILL")  # in messages of failures that may pass by themselves
+_MISSING = {  # in what Triton prints on a machine on which it cannot compile
+    "Failed to find C compiler": "no C compiler: install gcc",
+    "Python.h: No such file": "no Python.h: install Python's development files, such as python3-dev",
+}
+# In messages of failures that may pass by themselves.
+_TEMPORARY = ("out of memory", "busy or unavailable", "SIGKILL", *_MISSING)
 NESTED = "LOG_GPT_IN_A_CHECK"  # set in the environment of checks, and of commands that end all that they started
 
 Tensors = dict[str, Tensor]
@@ -184,6 +189,8 @@ def _run(check: str, arguments: dict[str, Any], seconds: float) -> tuple[str | N
 def _verdict(status: int | None, printed: str, seconds: float) -> str | None:
     if status == 0:
         return None
+    if lacks := [what for words, what in _MISSING.items() if words in printed]:
+        return f"cannot be checked: Triton finds {lacks[0]}"
     if status is None:
         return f"failed a check: it did not end within {seconds:g} seconds"
     if status < 0:
@@ -242,15 +249,19 @@ def compare(
 
 def judge(case: str, got: Outputs, own: Outputs, exact: Outputs, rounding: float) -> None:
     """Raise `Wrong` if an error of `got` is larger than `compare` allows."""
-    largest = max(x.abs().max().item() for x in exact.gradients.values())
+    largest, shares = max(x.abs().max().item() for x in exact.gradients.values()), dict[str, float]()
     for part, name in ((kind, name) for kind in Outputs._fields for name in getattr(got, kind)):
         y, y_own, truth = (getattr(outputs, part)[name].detach().double().cpu() for outputs in (got, own, exact))
         last_place = torch.finfo(getattr(got, part)[name].dtype).eps * truth.abs()
         error = ((y - truth).abs() - last_place).max().item()
         own_error, size = (y_own - truth).abs().max().item(), truth.abs().max().item()
         floor = rounding + 1e-6 * max(1.0, size) if part == "results" else (rounding + 1e-6) * largest
-        if not error <= (allowed := 2 * own_error + floor):  # NaN is wrong too
+        allowed = 2 * own_error + floor
+        shares[name] = error / (allowed or 1.0)
+        if not error <= allowed:  # NaN is wrong too
             raise Wrong(f"{name} is off by {error:.1e}, and {allowed:.1e} is allowed ({case})")
+    name = max(shares, key=lambda name: shares[name])
+    print(f"{case}: at most {shares[name]:.2f} of the error allowed ({name})")  # kept with the outcome of a check
 
 
 def require_same_bits(case: str, first: Outputs, second: Outputs) -> None:

@@ -1,6 +1,7 @@
 """Checks with every outcome, for tests: their processes find them by name."""
 
 import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -26,6 +27,16 @@ def hangs(device):
 
 def does_not_compile(device):
     raise RuntimeError("PassManager::run failed\nand many lines of it")
+
+
+def compiles_a_launcher(device, header="Python.h"):
+    """As Triton does for each kernel, without its cache."""
+    from triton.runtime.build import _build
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "launcher.c")
+        source.write_text(f"#include <{header}>")
+        _build("launcher", str(source), folder, [], [], [], [])
 
 
 def square(x):

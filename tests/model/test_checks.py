@@ -83,6 +83,23 @@ def test_what_may_pass_by_itself_is_not_kept(kept, monkeypatch):
     assert len(list(kept.glob("*.json"))) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("compiler", "reason"), [(None, "no C compiler: install gcc"), ("gcc", "no Python.h: install")]
+)
+def test_what_triton_lacks_to_compile_is_said_and_the_check_repeated(kept, monkeypatch, tmp_path, compiler, reason):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    if compiler:
+        (tmp_path / compiler).write_text(
+            "#!/bin/sh\necho 'launcher.c:1:10: fatal error: Python.h: No such file or directory' >&2\nexit 1\n"
+        )
+        (tmp_path / compiler).chmod(0o755)
+    why = failed_check("a kernel", fake_checks.compiles_a_launcher, "cpu")
+    assert why.startswith(f"cannot be checked: Triton finds {reason}")
+    assert why.endswith("(not kept)")
+
+
 def test_what_passes_runs_once_for_each_version(kept, monkeypatch, tmp_path, capsys):
     ran = []
     monkeypatch.setattr(checks, "_run", lambda check, arguments, *more: (ran.append(arguments), (None, ""))[1])

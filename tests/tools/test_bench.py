@@ -1,6 +1,7 @@
 """scripts/bench.py: what it times, what it compares with, and what it refuses to time."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import zstandard
 from printed import assert_one_line
 
-from tools.bench import operators, train
+from tools.bench import harness, operators, train
 
 TINY = ("lengths=64", "heads=2", "head_dim=8", "seconds=0", "rounds=1", "device=cpu")
 SMALL = ["model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.head_dim=16", "model.n_vocab=64"]
@@ -98,6 +99,31 @@ def nanogpt(tmp_path):
     """A folder with nanoGPT's interface."""
     (tmp_path / "model.py").write_text(NANOGPT)
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("call", "why"), [([os.abort], r"its process crashed \(status -6\)"), ([int, "x"], "ValueError: invalid literal")]
+)
+def test_a_process_that_crashes_is_an_error_like_others(call, why):
+    with pytest.raises(RuntimeError, match=why):
+        harness.in_own_process(*call)
+
+
+def test_of_several_models_one_may_fail(command, tmp_path, monkeypatch):
+    def measured(function, config, *_):
+        if config.model.attention.name == "softmax":
+            raise RuntimeError("CUDA out of memory. Tried to allocate 4.00 GiB.\nmore")
+        return [0.5], 1.0, None, []
+
+    monkeypatch.setattr(train, "in_own_process", measured)
+    monkeypatch.setattr(harness, "failures", {})
+    monkeypatch.setattr("tools.bench.run.failures", harness.failures)
+    out = tmp_path / "bench.json"
+    result = command("scripts/bench", "what=train", "models=gpt2_124m,heinsen_125m", *MODELS, f"out={out}")
+    assert (result.status, result.err) == (1, "error: 1 contender failed: gpt2_124m; lines above say why\n")
+    found = json.loads(out.read_text())
+    assert [row["model"] for row in found["train"]] == ["heinsen_125m"]
+    assert found["failures"] == {"gpt2_124m": "CUDA out of memory. Tried to allocate 4.00 GiB."}
 
 
 @pytest.mark.slow

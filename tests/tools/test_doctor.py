@@ -28,7 +28,7 @@ SMALL += ["seq_len=16", "runtime.device=cpu", "batch_tokens=64"]
 def test_a_file_that_cannot_be_written_is_said_before_measuring(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"out=.*file cannot be created"):
-        doctor.examine(tmp_path / "file" / "doctor.json")
+        doctor.examine(tmp_path / "file" / "doctor.json", training=True)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_what_breaks_or_fails_its_check_is_a_finding_and_the_rest_goes_on(small,
     monkeypatch.setattr(doctor, "rates", broken)
     monkeypatch.setattr(doctor, "outcomes", {"the kernels": "failed a check: y is off", "torch.compile": None})
     with pytest.raises(UserError, match="2 parts of this did not work"):
-        doctor.examine(None)
+        doctor.examine(None, training=True)
     out = capsys.readouterr().out
     assert "- the kernels failed a check: y is off" in out
     assert "torch.compile" in out.partition("passed")[0]
@@ -96,7 +96,7 @@ def test_a_lack_of_memory_is_no_bug_and_says_how_much_is_needed(small, monkeypat
     monkeypatch.setattr("tools.plan.plan.available_memory", lambda: free)  # too little, or what others take meanwhile
     monkeypatch.setattr(doctor, "measure_rate", fails)
     with pytest.raises(UserError, match="1 part of this did not work"):
-        doctor.examine(None)
+        doctor.examine(None, training=True)
     out = capsys.readouterr().out
     needed = plan(decode(PlanConfig, to_dict(compose("plan", SMALL))))["memory"]["peak"]
     assert f"step of flagship_125m needs {gigabytes(needed)} of memory, and {gigabytes(free)} are free: use a" in out

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import PositiveFloat
@@ -14,9 +16,11 @@ from pydantic import PositiveFloat
 from common.console import say
 from common.files import make_directory, read_json, write_json
 from common.settings import UserError
-from model.ops.checks import NESTED
+from model.ops.checks import NESTED, cache_folder
 
 ROOT = Path(__file__).resolve().parents[2]
+_SHORT = 30.0  # minutes; in less, fewer models and lengths are timed
+_PRINTED = 4000  # characters of the end of what a stage prints, which the report has
 Stages = dict[str, tuple[float, list[str]]]
 """By name: a share of the time, and the arguments of a Python."""
 
@@ -31,25 +35,36 @@ def run(minutes: PositiveFloat, out: Path, nanogpt: Path | None) -> None:
         raise UserError("torch sees no GPU here: run make gpu-hour on a machine with one")
     if nanogpt is not None and not (nanogpt / "model.py").is_file():
         raise UserError(f"nanogpt={nanogpt} has no model.py: name the folder of a clone of nanoGPT, or leave it out")
-    run_stages(stages_on_gpu(out.absolute(), nanogpt), minutes, out)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as when a connection ends: stages end too, as by Ctrl-C
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
+    run_stages(stages_on_gpu(out.absolute(), minutes, nanogpt), minutes, out)
 
 
-def stages_on_gpu(out: Path, nanogpt: Path | None = None) -> Stages:
-    """The stages in order of priority: doctor.py compiles and checks the kernels that all others use."""
+def stages_on_gpu(out: Path, minutes: float, nanogpt: Path | None = None) -> Stages:
+    """The stages in order of priority: doctor.py compiles and checks the kernels that all others use.
+
+    Shares are upper bounds, since unused time goes to later stages: doctor and train compile, which takes minutes.
+    """
+    short = minutes < _SHORT
     beside = [] if nanogpt is None else [f"nanogpt={nanogpt.absolute()}"]
-    recipes, models = "models=gpt2_124m,pile_125m_2h,pile_125m", "models=gpt2_124m,flagship_125m,heinsen_125m"
+    recipes = "models=pile_125m_2h,pile_125m" if short else "models=gpt2_124m,pile_125m_2h,pile_125m"
+    decoded = "models=flagship_125m" if short else "models=gpt2_124m,flagship_125m,heinsen_125m"
+    lengths = "lengths=1024,8192" if short else "lengths=1024,4096,32768"
     times = {
-        "train": [recipes, *beside, "batch=16", "steps=10", "rounds=1"],
-        "operators": ["batch=16", "lengths=1024,4096,32768"],
-        "decode": [models, "steps=50"],
+        "train": (6.0, [recipes, *beside, "batch=16", "steps=10", "rounds=1"]),
+        "decode": (1.0, [decoded, "steps=50"]),
+        "operators": (1.0, ["batch=16", lengths]),
     }
     tests = sorted(path for path in ROOT.glob("tests/**/test_*.py") if "pytest.mark.gpu" in path.read_text("utf-8"))
     bench = {
-        what: (2.0, ["scripts/bench.py", f"what={what}", *options, "profile=true", f"out={out / what}.json"])
-        for what, options in times.items()
+        what: (share, ["scripts/bench.py", f"what={what}", *options, "profile=true", f"out={out / what}.json"])
+        for what, (share, options) in times.items()
     }
-    last = ["-m", "pytest", "-m", "gpu", "-v", "-W", "default", *map(str, tests)]
-    return {"doctor": (2.0, ["scripts/doctor.py", f"out={out / 'found.json'}"]), **bench, "tests": (3.0, last)}
+    several = ["-p", "xdist", "-n", "8"] if find_spec("xdist") and (os.cpu_count() or 1) >= 8 else []
+    pytest = ["-m", "pytest", "--disable-plugin-autoload", *several, "-m", "gpu", "-v", "-W", "default"]
+    doctor = ["scripts/doctor.py", "training=false", f"out={out / 'doctor.json'}"]
+    return {"doctor": (6.0, doctor), **bench, "tests": (2.0, [*pytest, *map(str, tests)])}
 
 
 def run_stages(stages: Stages, minutes: float, out: Path) -> None:
@@ -65,15 +80,32 @@ def run_stages(stages: Stages, minutes: float, out: Path) -> None:
         started = time.monotonic()
         limit = (end - started) * share / sum(other for key, (other, _) in stages.items() if key not in done)
         say(f"{name}: {' '.join(['python', *arguments])}")
-        outcome = outcome_of(arguments, limit, path.with_name(f"{name}.txt"))
-        done[name] = {"outcome": outcome, "minutes": round((time.monotonic() - started) / 60, 2)}
+        done[name] = report_of(name, arguments, limit, path.parent)
         write_json(path, done)
-        say(f"{name}: {outcome}")
-    say(f"written to {path.parent}: report.json, what each stage prints (.txt), and its figures (.json)")
+        say(f"{name}: {done[name]['outcome']}")
+    say(f"written to {path.parent}: report.json has everything, and the .txt files what each stage printed")
+
+
+def report_of(name: str, arguments: list[str], limit: float, out: Path) -> dict[str, Any]:
+    """Run a stage, and return its outcome, its figures, the checks of kernels that ended, and the end of its output."""
+    figures, output, started = out / f"{name}.json", out / f"{name}.txt", time.time()
+    figures.unlink(missing_ok=True)
+    outcome = outcome_of(arguments, limit, output)
+    checks = [read_json(path) for path in cache_folder().glob("*.json") if path.stat().st_mtime >= started]
+    return {
+        "outcome": outcome,
+        "minutes": round((time.time() - started) / 60, 2),
+        "figures": read_json(figures) if figures.exists() else None,
+        "checks": [{key: one[key] for key in ("name", "failure", "seconds", "output")} for one in checks],
+        "printed": output.read_text("utf-8", errors="replace")[-_PRINTED:],
+    }
 
 
 def outcome_of(arguments: list[str], seconds: float, output: Path) -> str:
-    """Run a Python process to its end or for at most this many seconds, and end all processes that it started."""
+    """Run a Python process to its end or for at most this many seconds, and end all processes that it started.
+
+    After nine tenths of the time it is interrupted, as by Ctrl-C: pytest then prints the failures until there.
+    """
     packages = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": packages, "PYTHONUNBUFFERED": "1", NESTED: "1"}  # its checks end with it
     command = [sys.executable, *arguments]
@@ -82,10 +114,13 @@ def outcome_of(arguments: list[str], seconds: float, output: Path) -> str:
             command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        status = process.wait(seconds)
-        return "passed" if status == 0 else f"failed with status {status}"
-    except subprocess.TimeoutExpired:
-        return f"took longer than {seconds / 60:.1f} minutes"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = process.wait(0.9 * seconds)
+            return "passed" if status == 0 else f"failed with status {status}"
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.1 * seconds)
+        return f"took longer than {0.9 * seconds / 60:.1f} minutes"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

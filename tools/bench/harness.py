@@ -1,9 +1,12 @@
 """Helpers of all measurements: turns, profiles, the machine, configurations and tables."""
 
+import multiprocessing
 import os
 import random
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 import torch
@@ -12,8 +15,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from cli import compose, to_dict
 from common.commit import git_commit
-from common.console import show_table
-from model.ops.checks import cpu_name
+from common.console import say, show_table
+from common.settings import UserError
+from model.ops.checks import NESTED, cpu_name
 
 Row = dict[str, Any]
 K = TypeVar("K")
@@ -21,6 +25,55 @@ R = TypeVar("R")
 _KERNELS_SHOWN = 30
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
 """Calls in which the CPU waits for a GPU. The last is item(), which also counts on a CPU."""
+
+failures: dict[str, str] = {}
+"""Why what `attempt` ran failed, by name."""
+
+
+def attempt(name: str, run: Callable[[], R]) -> R | None:
+    """Return the result of `run`; if it fails, say why in one line and return None, so that the others go on."""
+    try:
+        return run()
+    except Exception as error:
+        failures[name] = f"{type(error).__name__}: {error}".partition("\n")[0].removeprefix("RuntimeError: ")
+        say(f"{name} fails: {failures[name]}")
+        return None
+
+
+def in_own_process(function: Callable[..., R], *arguments: Any) -> R:
+    """Call a function of a module in a new process.
+
+    Raises:
+        UserError: it raised one.
+        RuntimeError: it raised another error, or its process crashed.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(sender, function, arguments), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        result, error = receiver.recv()
+    except EOFError:
+        process.join()
+        raise RuntimeError(f"its process crashed (status {process.exitcode})") from None
+    finally:
+        process.kill()
+        process.join()
+    if error is not None:
+        raise error
+    return result
+
+
+def _send(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        sender.send((function(*arguments), None))
+    except UserError as error:
+        sender.send((None, error))
+    except Exception as error:
+        if NESTED in os.environ:  # what is printed goes to a file
+            traceback.print_exc()
+        sender.send((None, RuntimeError(f"{type(error).__name__}: {error}")))
 
 
 def in_turn(runs: Mapping[K, Callable[[], R]], rounds: int, warm_up: int = 0) -> dict[K, list[R]]:
@@ -55,7 +108,9 @@ def profiled(run: Callable[[], object], calls: int = 3) -> list[Row]:
             run()
         if on_gpu:
             torch.cuda.synchronize()
-    events, key = profiler.key_averages(), "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    events = profiler.key_averages()
+    seen = any(event.self_device_time_total for event in events)  # not on a GPU that hides its counters
+    key = "self_device_time_total" if seen else "self_cpu_time_total"
     total = sum(getattr(event, key) for event in events)
     events = sorted(events, key=lambda event: -getattr(event, key))
     shown = [*events[:_KERNELS_SHOWN], *(event for event in events[_KERNELS_SHOWN:] if event.key in WAITS)]

@@ -15,7 +15,7 @@ from model.ops.log_attention import log_attention, naive_log_attention
 from model.ops.log_recurrence import log_recurrence
 from model.ops.sparse_attention import sparse_attention
 from model.ops.sparse_attention.patterns import fixed, longformer, strided, window
-from tools.bench.harness import Row, in_turn, profiled
+from tools.bench.harness import Row, attempt, in_turn, profiled
 
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 LATENT_BYTES = 2e9  # the published formula keeps several times its T x d_k x d_v latents: with more it is skipped
@@ -96,14 +96,15 @@ def times_of(operators: dict[str, Operator], leaves: Sequence[Tensor], weights: 
     turns = {}
     for name, run in operators.items():
         both = partial(outputs, run, leaves, weights)
-        both()  # compiles and tunes, if need be
+        if attempt(f"{name}, {leaves[0].shape[-2]:,} tokens", both) is None:  # it compiles and tunes, if need be
+            continue
         for key, work in (("forward", torch.no_grad()(partial(run, *leaves))), ("both", both)):
             timer = Timer("run()", globals={"run": work}, num_threads=torch.get_num_threads())
             turns[name, key] = partial(timer.blocked_autorange, min_run_time=options.seconds)
-    rows: dict[str, Row] = {name: {} for name in operators}
+    rows: dict[str, Row] = {}
     for (name, key), found in in_turn(turns, options.rounds).items():
-        rows[name][f"{key}_ms"] = 1e3 * statistics.median(one.median for one in found)
-    first = next(iter(rows.values()))
+        rows.setdefault(name, {})[f"{key}_ms"] = 1e3 * statistics.median(one.median for one in found)
     for row in rows.values():
+        first = next(iter(rows.values()))
         row |= {f"{key}_x": first[f"{key}_ms"] / row[f"{key}_ms"] for key in ("forward", "both")}
     return rows

@@ -7,12 +7,12 @@ from typing import Any, Literal
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from common.console import say
+from common.console import count, say
 from common.files import make_directory, refuse_foreign, write_json
 from common.settings import Settings, UserError
 from common.words import Items
 from tools.bench import data, decode, operators, train, tuning
-from tools.bench.harness import Row, machine, print_table
+from tools.bench.harness import Row, failures, machine, print_table
 
 MEASURES: dict[str, tuple[Callable[[Any], dict[str, list[Row]]], str]] = {
     "operators": (operators.measure, "operators; x: how many times as fast as the first of their kind"),
@@ -50,7 +50,7 @@ def bench(options: BenchConfig) -> None:
     """Measure each kind of `what` in turn, and write the file `out` anew after each.
 
     Raises:
-        UserError: there is no GPU.
+        UserError: there is no GPU, or a contender fails; the others have been measured.
     """
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda, but torch sees no GPU here: use device=cpu")
@@ -68,5 +68,7 @@ def bench(options: BenchConfig) -> None:
             print_table(title.format_map(given) if name == what else name, rows)
         found |= tables
         if options.out is not None:
-            write_json(options.out, found)
+            write_json(options.out, found | {"failures": failures})
             say(f"written to {options.out}")
+    if failures:
+        raise UserError(f"{count(len(failures), 'contender')} failed: {', '.join(failures)}; lines above say why")

@@ -1,7 +1,6 @@
 """Training steps of whole models side by side."""
 
 import importlib.util
-import multiprocessing
 import resource
 import statistics
 import sys
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from common.console import Track, say
 from common.settings import CONFIGS, UserError, decode
 from model.gpt import GPT
-from tools.bench.harness import Row, composed, in_turn, profiled, timed
+from tools.bench.harness import Row, attempt, composed, in_own_process, in_turn, profiled, timed
 from trainer.config import TrainConfig
 from trainer.distributed import World
 from trainer.runtime import maybe_compile, open_runtime, peak_flops
@@ -41,17 +40,21 @@ def measure(options: Any) -> dict[str, list[Row]]:
         for name in options.models
     }
     if folder is not None:
-        runs = {NANOGPT: (runs[options.models[0]][0], folder)} | runs
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        like = [config for config, _ in runs.values() if config.model.attention.name == "softmax"]
+        gpt2 = partial(config_of, ["model=gpt2_124m", *overrides], options.seq_len, options.batch)
+        runs = {NANOGPT: (like[0] if like else gpt2(), folder)} | runs
 
-        def measured(name: str) -> tuple[list[float], float, float | None, list[Row]]:
-            found = pool.apply(seconds_and_peak, (*runs[name], options.steps, options.profile))
-            say(f"{name}: {statistics.median(found[0]):.4g} s a step")
-            return found
+    def measured(name: str) -> tuple[list[float], float, float | None, list[Row]]:
+        found = in_own_process(seconds_and_peak, *runs[name], options.steps, options.profile)
+        say(f"{name}: {statistics.median(found[0]):.4g} s a step")
+        return found
 
-        results = in_turn({name: partial(measured, name) for name in runs}, options.rounds)
+    turns = in_turn({name: partial(attempt, name, partial(measured, name)) for name in runs}, options.rounds)
+    results = {name: [one for one in found if one is not None] for name, found in turns.items()}
     rows: list[Row] = []
     for name, found in results.items():
+        if not found:
+            continue
         rate = options.batch * options.seq_len / statistics.median(s for seconds, *_ in found for s in seconds)
         row = {"model": name, "ms_a_step": 1e3 * options.batch * options.seq_len / rate, "tokens_per_second": rate}
         row |= {
@@ -60,7 +63,7 @@ def measure(options: Any) -> dict[str, list[Row]]:
         }
         share = found[0][2]
         rows.append(row | ({} if share is None else {"mfu": rate * share}))
-    profiles = {f"a step of {name}": found[-1][3] for name, found in results.items() if options.profile}
+    profiles = {f"a step of {name}": found[-1][3] for name, found in results.items() if found and options.profile}
     return {"train": rows, **profiles}
 
 

@@ -2,13 +2,12 @@
 
 import getpass
 import json
-import multiprocessing
 import os
 import platform
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,14 @@ from model.compiled import shortened
 from model.gpt import GPT, GPTConfig
 from model.graphs import use_graphs
 from model.ops.checks import outcomes
-from tools.bench.harness import Row, composed, print_table
+from tools.bench.harness import Row, composed, in_own_process, print_table
 from tools.bench.train import measure_rate
 from tools.doctor.machine import findings, versions
 from tools.doctor.rates import rates
 from tools.plan.plan import PlanConfig, plan
 from tools.plan.report import duration, gigabytes
 from trainer.config import TrainConfig
-from trainer.runtime import Runtime, open_runtime
+from trainer.runtime import Runtime, maybe_compile, open_runtime
 
 FLAGSHIP = ["experiment=pile_125m", "model=flagship_125m"]
 OTHERS = (
@@ -41,7 +40,7 @@ OTHERS = (
 """Models that use, with the flagship, every operator that is checked at its first use on a GPU."""
 
 
-def examine(out: Path | None) -> None:
+def examine(out: Path | None, training: bool) -> None:
     """Print tables of this machine and lines of what to do; write all of it to `out`, too.
 
     Raises:
@@ -58,7 +57,7 @@ def examine(out: Path | None) -> None:
         say(f"{name} ...")
         try:
             return work()
-        except (RuntimeError, OSError, ValueError, MemoryError, subprocess.SubprocessError) as error:
+        except Exception as error:
             first = str(error).strip().partition("\n")[0]
             why = f"{name} fails ({type(error).__name__}: {first}): report it with out=doctor.json"
             why = f"{name}: out of memory, use a machine with more" if out_of_memory(error) else why
@@ -69,19 +68,19 @@ def examine(out: Path | None) -> None:
     measured = part("rates", lambda: rates(runtime.device)) or []
     if device == "cuda":
         part("the checks of kernels", lambda: use_operators(runtime))
-    training = part("a training step", lambda: step(runtime, max(1, torch.cuda.device_count()))) or {}
+    trained = part("a training step", lambda: step(runtime, max(1, torch.cuda.device_count()))) if training else None
     checks = {name: why or "passed" for name, why in outcomes.items()}
     problems += [f"{name} {why}" for name, why in outcomes.items() if why]
     lines = [*findings(free), *problems]
     found = {"machine": about | {"free_disk": free}, "checks": checks, "rates": measured}
-    found |= {"training": training, "findings": lines}
+    found |= {"training": trained, "findings": lines}
     rows = {name.replace("_", " "): value for name, value in about.items() if value is not None}
     rows |= {"free memory": gigabytes(about.get("free_memory")), "free disk": gigabytes(free)}
     rows |= checks or {"kernels": "not checked, because no kernel can be used here"}
-    if training:
-        rows["training"] = "{model} in {dtype}, {seq_len:,} tokens in a sequence".format_map(training)
-        rows["tokens per second"] = training["tokens_per_second"]
-        rows["a whole run"] = f"{duration(3600 * training['hours'])} for {training['tokens']:,} tokens"
+    if trained:
+        rows["training"] = "{model} in {dtype}, {seq_len:,} tokens in a sequence".format_map(trained)
+        rows["tokens per second"] = trained["tokens_per_second"]
+        rows["a whole run"] = f"{duration(3600 * trained['hours'])} for {trained['tokens']:,} tokens"
     print_table("this machine", [{"what": name, "found": value} for name, value in rows.items()])
     print_table("matrix products, and copies (bytes read and written)", measured)
     for line in lines or ["nothing is wrong"]:
@@ -105,24 +104,34 @@ def without_names(text: str) -> str:
 
 
 def use_operators(runtime: Runtime) -> None:
-    """Train and decode a little with short models, so that `outcomes` has every check of operators."""
-    work = [(words, runtime) for words in (FLAGSHIP, *OTHERS)]
-    if runtime.device.type == "cuda":  # checks compile for minutes, each on one core; their outcomes are kept
-        with multiprocessing.get_context("spawn").Pool(len(work)) as pool:
-            pool.starmap(_use_operators, work)
-    for words, _ in work:
-        _use_operators(words, runtime)
+    """Train and decode a little with short models, so that `outcomes` has every check of operators and compilation.
+
+    Raises:
+        RuntimeError: a model fails; the others have been used.
+    """
+    work = (FLAGSHIP, *OTHERS)
+    if runtime.device.type == "cpu":
+        for words in work:
+            _use_operators(words, runtime)
+        return
+    with ThreadPoolExecutor(len(work)) as threads:  # checks compile for minutes, each on one core
+        used = [threads.submit(in_own_process, _use_operators, words, runtime) for words in work]
+    for one in sorted(used, key=lambda one: one.exception() is not None):
+        outcomes.update(one.result())
 
 
-def _use_operators(words: list[str], runtime: Runtime) -> None:
-    model = decode(TrainConfig, composed([*FLAGSHIP, *words])).model
-    gpt = GPT(decode(GPTConfig, json.loads(shortened(model)))).to(runtime.device, runtime.param_dtype)
+def _use_operators(words: list[str], runtime: Runtime) -> dict[str, str | None]:
+    config = decode(TrainConfig, composed([*FLAGSHIP, *words]))
+    model = decode(GPTConfig, json.loads(shortened(config.model)))
+    gpt = GPT(model, config.data.reset_at(model.n_vocab - 1)).to(runtime.device, runtime.param_dtype)
     ids = torch.zeros(2, 97, dtype=torch.int64, device=runtime.device)
     with runtime.autocast():
         gpt.summed_loss(ids, ids).backward()
     with torch.inference_mode():
         _, state = gpt(ids, return_state=True)
         use_graphs(gpt, state)
+    maybe_compile([], config.runtime, runtime, gpt)
+    return outcomes
 
 
 def step(runtime: Runtime, n_device: int) -> Row:
