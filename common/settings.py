@@ -29,21 +29,14 @@ class UserError(ValueError):
         self.key = key
 
 
-_OF_GPUS = {  # in messages of CUDA
-    "no kernel image is available": "this torch has no kernels for this GPU: install a build of torch that has "
-    "(scripts/doctor.py names both), or use runtime.device=cpu",
-    "busy or unavailable": "another process has this GPU: wait for it, or choose another by CUDA_VISIBLE_DEVICES",
-}
-
-
 def line_for(error: BaseException) -> str | None:
     """Return one line for an error that a user can mend: a mistake, a file, a lack of memory. None: a bug."""
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     if out_of_memory(error):
         return "out of memory: use smaller batches, shorter texts or a smaller model"
-    if lines := [line for words, line in _OF_GPUS.items() if words in str(error)]:
-        return lines[0]
+    if "no kernel image is available" in str(error):
+        return "this torch has no kernels for this GPU: scripts/doctor.py says what to install; or use the CPU"
     return " ".join(str(error).split()) if isinstance(error, UserError | OSError) else None
 
 

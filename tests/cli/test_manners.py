@@ -138,10 +138,6 @@ def test_a_command_answers_what_a_user_can_mend_in_one_line(script):
         (MemoryError(), "out of memory: use smaller batches"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: ..."), "out of memory: use smaller batches"),
         (RuntimeError("CUDA error: no kernel image is available for execution\non"), "this torch has no kernels for"),
-        (
-            RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\n"),
-            "another process has this GPU",
-        ),
     ],
 )
 def test_what_the_machine_lacks_is_one_line(script, error, line):
