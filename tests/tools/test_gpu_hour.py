@@ -112,7 +112,7 @@ def test_rehearsal_with_tiny_models(command, monkeypatch, tmp_path, restored_tor
     monkeypatch.setattr(examine, "in_own_process", simulated_gpu.in_a_thread)
     monkeypatch.setattr(train, "in_own_process", lambda function, *arguments: function(*arguments))
     stages = stages_on_gpu(tmp_path, minutes)
-    assert list(stages) == ["doctor", "train", "decode", "operators", "tests"]
+    assert list(stages) == ["doctor", *["tuning"] * (minutes == 60), "train", "decode", "operators", "tests"]
     for name, (_, (script, *words)) in list(stages.items())[:-1]:
         result = command(script.removesuffix(".py"), *words, *(TINY if name != "doctor" else []))
         assert result.status == 0, result.out + result.err

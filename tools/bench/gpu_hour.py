@@ -51,7 +51,8 @@ def stages_on_gpu(out: Path, minutes: float, nanogpt: Path | None = None) -> Sta
     recipes = "models=pile_125m_2h,pile_125m" if short else "models=gpt2_124m,pile_125m_2h,pile_125m"
     decoded = "models=flagship_125m" if short else "models=gpt2_124m,flagship_125m,heinsen_125m"
     lengths = "lengths=1024,8192" if short else "lengths=1024,4096,32768"
-    times = {
+    tuning = {} if short else {"tuning": (2.0, ["batch=16", "heads=14", "lengths=1024", "rounds=1"])}
+    times = tuning | {
         "train": (6.0, [recipes, *beside, "batch=16", "steps=10", "rounds=1"]),
         "decode": (1.0, [decoded, "steps=50"]),
         "operators": (1.0, ["batch=16", lengths]),
