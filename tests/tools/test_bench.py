@@ -102,7 +102,7 @@ def nanogpt(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("call", "why"), [([os.abort], r"its process crashed \(status -6\)"), ([int, "x"], "ValueError: invalid literal")]
+    ("call", "why"), [([os.abort], "terminated abruptly"), ([int, "x"], "ValueError: invalid literal")]
 )
 def test_a_process_that_crashes_is_an_error_like_others(call, why):
     with pytest.raises(RuntimeError, match=why):

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from common.settings import UserError
 from model.ops.checks import NESTED, cache_folder
 
 ROOT = Path(__file__).resolve().parents[2]
-_SHORT = 30.0  # minutes; in less, fewer models and lengths are timed
-_PRINTED = 4000  # characters of the end of what a stage prints, which the report has
 Stages = dict[str, tuple[float, list[str]]]
 """By name: a share of the time, and the arguments of a Python."""
 
@@ -35,9 +32,7 @@ def run(minutes: PositiveFloat, out: Path, nanogpt: Path | None) -> None:
         raise UserError("torch sees no GPU here: run make gpu-hour on a machine with one")
     if nanogpt is not None and not (nanogpt / "model.py").is_file():
         raise UserError(f"nanogpt={nanogpt} has no model.py: name the folder of a clone of nanoGPT, or leave it out")
-    for number in (signal.SIGTERM, signal.SIGHUP):  # as when a connection ends: stages end too, as by Ctrl-C
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the stage ends too
     run_stages(stages_on_gpu(out.absolute(), minutes, nanogpt), minutes, out)
 
 
@@ -46,26 +41,24 @@ def stages_on_gpu(out: Path, minutes: float, nanogpt: Path | None = None) -> Sta
 
     Shares are upper bounds, since unused time goes to later stages: doctor and train compile, which takes minutes.
     """
-    short = minutes < _SHORT
+    short = minutes < 30  # fewer models and lengths
     beside = [] if nanogpt is None else [f"nanogpt={nanogpt.absolute()}"]
     recipes = "models=pile_125m_2h,pile_125m" if short else "models=gpt2_124m,pile_125m_2h,pile_125m"
     decoded = "models=flagship_125m" if short else "models=gpt2_124m,flagship_125m,heinsen_125m"
-    lengths = "lengths=1024,8192" if short else "lengths=1024,4096,32768"
     tuning = {} if short else {"tuning": (2.0, ["batch=16", "heads=14", "lengths=1024", "rounds=1"])}
     times = tuning | {
         "train": (6.0, [recipes, *beside, "batch=16", "steps=10", "rounds=1"]),
         "decode": (1.0, [decoded, "steps=50"]),
-        "operators": (1.0, ["batch=16", lengths]),
+        "operators": (1.0, ["batch=16", "lengths=1024,8192" if short else "lengths=1024,4096,32768"]),
     }
     tests = sorted(path for path in ROOT.glob("tests/**/test_*.py") if "pytest.mark.gpu" in path.read_text("utf-8"))
     bench = {
         what: (share, ["scripts/bench.py", f"what={what}", *options, "profile=true", f"out={out / what}.json"])
         for what, (share, options) in times.items()
     }
-    several = ["-p", "xdist", "-n", "8"] if find_spec("xdist") and (os.cpu_count() or 1) >= 8 else []
-    pytest = ["-m", "pytest", "--disable-plugin-autoload", *several, "-m", "gpu", "-v", "-W", "default"]
-    doctor = ["scripts/doctor.py", "training=false", f"out={out / 'doctor.json'}"]
-    return {"doctor": (6.0, doctor), **bench, "tests": (2.0, [*pytest, *map(str, tests)])}
+    pytest = f"-m pytest --disable-plugin-autoload -p xdist -n {min(8, os.cpu_count() or 1)} -m gpu -v".split()
+    first, last = ["scripts/doctor.py", "training=false", f"out={out / 'doctor.json'}"], [*pytest, *map(str, tests)]
+    return {"doctor": (6.0, first), **bench, "tests": (2.0, last)}
 
 
 def run_stages(stages: Stages, minutes: float, out: Path) -> None:
@@ -98,7 +91,7 @@ def report_of(name: str, arguments: list[str], limit: float, out: Path) -> dict[
         "minutes": round((time.time() - started) / 60, 2),
         "figures": read_json(figures) if figures.exists() else None,
         "checks": [{key: one[key] for key in ("name", "failure", "seconds", "output")} for one in checks],
-        "printed": output.read_text("utf-8", errors="replace")[-_PRINTED:],
+        "printed": output.read_text("utf-8", errors="replace")[-4000:],
     }
 
 

@@ -4,9 +4,8 @@ import multiprocessing
 import os
 import random
 import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +16,7 @@ from cli import compose, to_dict
 from common.commit import git_commit
 from common.console import say, show_table
 from common.settings import UserError
-from model.ops.checks import NESTED, cpu_name
+from model.ops.checks import cpu_name
 
 Row = dict[str, Any]
 K = TypeVar("K")
@@ -47,33 +46,15 @@ def in_own_process(function: Callable[..., R], *arguments: Any) -> R:
         UserError: it raised one.
         RuntimeError: it raised another error, or its process crashed.
     """
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(sender, function, arguments), daemon=True)
-    process.start()
-    sender.close()
-    try:
-        result, error = receiver.recv()
-    except EOFError:
-        process.join()
-        raise RuntimeError(f"its process crashed (status {process.exitcode})") from None
-    finally:
-        process.kill()
-        process.join()
-    if error is not None:
-        raise error
-    return result
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_plainly, function, *arguments).result()
 
 
-def _send(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _plainly(function: Callable[..., R], *arguments: Any) -> R:
     try:
-        sender.send((function(*arguments), None))
-    except UserError as error:
-        sender.send((None, error))
-    except Exception as error:
-        if NESTED in os.environ:  # what is printed goes to a file
-            traceback.print_exc()
-        sender.send((None, RuntimeError(f"{type(error).__name__}: {error}")))
+        return function(*arguments)
+    except Exception as error:  # the compiler's cannot be sent to another process
+        raise error if isinstance(error, UserError) else RuntimeError(f"{type(error).__name__}: {error}") from None
 
 
 def in_turn(runs: Mapping[K, Callable[[], R]], rounds: int, warm_up: int = 0) -> dict[K, list[R]]:
@@ -109,8 +90,8 @@ def profiled(run: Callable[[], object], calls: int = 3) -> list[Row]:
         if on_gpu:
             torch.cuda.synchronize()
     events = profiler.key_averages()
-    seen = any(event.self_device_time_total for event in events)  # not on a GPU that hides its counters
-    key = "self_device_time_total" if seen else "self_cpu_time_total"
+    # A GPU may hide its counters.
+    key = f"self_{'device' if any(event.self_device_time_total for event in events) else 'cpu'}_time_total"
     total = sum(getattr(event, key) for event in events)
     events = sorted(events, key=lambda event: -getattr(event, key))
     shown = [*events[:_KERNELS_SHOWN], *(event for event in events[_KERNELS_SHOWN:] if event.key in WAITS)]

@@ -40,9 +40,9 @@ def measure(options: Any) -> dict[str, list[Row]]:
         for name in options.models
     }
     if folder is not None:
-        like = [config for config, _ in runs.values() if config.model.attention.name == "softmax"]
-        gpt2 = partial(config_of, ["model=gpt2_124m", *overrides], options.seq_len, options.batch)
-        runs = {NANOGPT: (like[0] if like else gpt2(), folder)} | runs
+        like = next((name for name, (ours, _) in runs.items() if ours.model.attention.name == "softmax"), "gpt2_124m")
+        config = config_of([f"{_group(like)}={like}", *overrides], options.seq_len, options.batch)
+        runs = {NANOGPT: (config, folder)} | runs
 
     def measured(name: str) -> tuple[list[float], float, float | None, list[Row]]:
         found = in_own_process(seconds_and_peak, *runs[name], options.steps, options.profile)
@@ -50,11 +50,9 @@ def measure(options: Any) -> dict[str, list[Row]]:
         return found
 
     turns = in_turn({name: partial(attempt, name, partial(measured, name)) for name in runs}, options.rounds)
-    results = {name: [one for one in found if one is not None] for name, found in turns.items()}
+    results = {name: kept for name, found in turns.items() if (kept := [one for one in found if one])}
     rows: list[Row] = []
     for name, found in results.items():
-        if not found:
-            continue
         rate = options.batch * options.seq_len / statistics.median(s for seconds, *_ in found for s in seconds)
         row = {"model": name, "ms_a_step": 1e3 * options.batch * options.seq_len / rate, "tokens_per_second": rate}
         row |= {
@@ -63,7 +61,7 @@ def measure(options: Any) -> dict[str, list[Row]]:
         }
         share = found[0][2]
         rows.append(row | ({} if share is None else {"mfu": rate * share}))
-    profiles = {f"a step of {name}": found[-1][3] for name, found in results.items() if found and options.profile}
+    profiles = {f"a step of {name}": found[-1][3] for name, found in results.items() if options.profile}
     return {"train": rows, **profiles}
 
 
