@@ -61,7 +61,8 @@ def with_known(composed: dict[str, Any], options: list[str], continues: bool = T
         model = _with_given(found, model, [key.split(".")[1:] for key in given if key.startswith("model.")])
         if "model.n_vocab" not in given:  # the dataset's tokenizer may have markers that the model's lacks
             dataset = _read(Path(str(composed["dataset_dir"]), "manifest.json"), "tokenizer")
-            model = model | {"n_vocab": max(model.get("n_vocab", 0), dataset.get("n_vocab", 0))}
+            known_ids = [each for each in (model.get("n_vocab"), dataset.get("n_vocab")) if isinstance(each, int)]
+            model = model | {"n_vocab": max(known_ids, default=None)}
     elif "model.n_vocab" not in given and model.get("n_vocab") in usual:  # another one is from a file of the user's
         known = own_model or _read(Path(str(composed["dataset_dir"]), "manifest.json"), "tokenizer") or model
         model = model | {"n_vocab": known.get("n_vocab", model["n_vocab"])}

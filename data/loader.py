@@ -87,6 +87,11 @@ class EvalBatches:
     def __len__(self) -> int:
         return self.n_windows
 
+    @property
+    def has_targets(self) -> bool:
+        """Whether any window has a target, such as a token of an answer."""
+        return any((self.rows(i, i + 1)[1] >= 0).any() for i in range(len(self)))
+
     def span(self, window: int) -> tuple[int, int]:
         """Return [start, stop) of a window's tokens in the split. Its targets are one token later."""
         start = window * self.total // self.n_windows * self.stride

@@ -112,6 +112,8 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
             raise UserError(f"{key}={length} is longer than the {limit}: lower it")
     rows = max(1, state.batch_tokens // seq_len)
     windows = EvalBatches(stream, seq_len, config.batches and config.batches * rows, config.stride)
+    if not windows.has_targets:
+        raise UserError(f"batches={config.batches} has no answer to evaluate: give more, or null for all")
     return Evaluation(config, loaded, dataset_dir, manifest, windows, sorted(set(contexts)))
 
 

@@ -190,6 +190,7 @@ def _skip(run: Run, reason: str) -> dict[str, Any]:
         often = "" if halts else f", after {before} bad steps in a row"
         look = f"scripts/inspect_dataset.py run_dir={config.run_dir} step={step} shows what it read"
         remedy = f"lower optim.max_lr={config.optim.max_lr:g}, or see runtime.on_nonfinite, and start again"
+        remedy = "raise batch_tokens, in another run_dir" if reason == NO_TARGETS else remedy
         raise UserError(f"step {step}: {reason}{often}; the weights are unchanged: {remedy}; {look}")
     warn(f"skipping step {step}: {reason}")
     run.update(step=step, passed_over={**run.state.passed_over, step: reason})

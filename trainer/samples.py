@@ -9,6 +9,7 @@ import contextlib
 import torch
 
 from common.settings import UserError
+from data.chat import ChatTokenizer
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
 from trainer.distributed import World
@@ -27,7 +28,10 @@ def read_prompt(prompt: str, tokenizer: Tokenizer, max_len: int | None) -> tuple
         UserError: the tokens do not fit into the model's learned positions.
     """
     try:
-        ids = [tokenizer.eot_id, *tokenizer.encode(prompt)]
+        if prompt and isinstance(tokenizer, ChatTokenizer):
+            prompt, ids = prompt + "\n", [tokenizer.eot_id, *tokenizer.encode_chat([("user", prompt)], answer=True)]
+        else:
+            ids = [tokenizer.eot_id, *tokenizer.encode(prompt)]
     except UserError:
         prompt, ids = "", [tokenizer.eot_id]
     if max_len is not None and len(ids) > max_len:

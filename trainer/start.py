@@ -127,7 +127,7 @@ def open_data(config: TrainConfig) -> tuple[Manifest, Tokenizer, TrainBatches, E
         raise UserError(f"dataset_dir={folder} has no text in its split val: prepare it with val_tokens")
     batches = TrainBatches(train, config.seq_len, config.batch_size, config.seed)
     windows = EvalBatches(val, config.seq_len, config.eval.batches and config.eval.batches * config.batch_size)
-    if val.loss == "answers" and not any((windows.rows(i, i + 1)[1] >= 0).any() for i in range(len(windows))):
+    if not windows.has_targets:
         raise UserError(f"eval.batches={config.eval.batches} has no answer to evaluate: give more, or null for all")
     return manifest, tokenizer, batches, windows
 
@@ -300,7 +300,9 @@ def open_source(path: Path, config: GPTConfig, tokenizer: Tokenizer) -> Checkpoi
     if not tokenizer.extends(trained.sha256):
         before, here = (f"{each.name} (n_vocab {each.n_vocab})" for each in (trained, tokenizer))
         what = f"init_from={path} was trained with the tokenizer {before}, and the dataset has {here}"
-        raise UserError(f"{what}: prepare the dataset with the model's tokenizer")
+        goes_on = trained.extends(tokenizer.sha256)
+        remedy = "a chat model goes on with data=chat" if goes_on else "prepare the dataset with the model's tokenizer"
+        raise UserError(f"{what}: {remedy}")
     model = source.state.model
     ours, theirs = (each.model_dump(mode="json") for each in (config, model))
     if tokenizer.n_vocab > trained.n_vocab:

@@ -37,7 +37,7 @@ LONG_WINDOW = "zstd window above 128 MB"
 REMEDIES = {
     NO_TEXT: "give the key that holds their text",
     NOT_JSON: "write one JSON object a line, or read plain text with data=text, CSV with data=hf",
-    NOT_IDS: "read conversations with data=chat",
+    NOT_IDS: "read conversations with data=chat, or with data=hf from a column named messages or completion",
     NOT_UTF8: "convert it with iconv -f ENCODING -t utf-8, where ENCODING is the one it was written in, such as cp1252",
     BINARY: "unpack archives, convert UTF-16 with iconv -f utf-16 -t utf-8, read token ids with data=tokens",
     ARRAY: "write one object a line, or use data=hf data.path=json data.data_files=FILE",

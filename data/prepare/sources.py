@@ -231,7 +231,7 @@ class NamedFiles(FileSource):
     def read(self, path: Path, seen: Seen) -> Iterator[Any]:
         """Yield the lines of a file of JSON lines; a blank line is not a document."""
         for number, line in enumerate(read_lines(path, seen)):
-            if number == 0 and line and line[:100].lstrip().startswith(b"["):
+            if number == 0 and line and line[:100].lstrip().startswith(b"[") and not self.is_chat:
                 raise Unreadable(ARRAY)
             yield Unreadable("line too long") if line is None else line if line.strip() else None
 
@@ -435,6 +435,8 @@ def parse_line(line: bytes | bytearray) -> Any:
 
 
 def _of_record(record: Any, source: NamedFiles | HubSource) -> tuple[Any, str]:
+    if source.is_chat and isinstance(record, list):  # as nanochat writes a conversation
+        return record, source.name
     text = record.get(source.text_field) if isinstance(record, dict) else None
     if source.is_chat and (text is None or source.text_field == "completion"):
         text = _messages(record) if isinstance(record, dict) else None

@@ -87,6 +87,8 @@ def test_the_chat_template_gives_our_ids(inner, tmp_path):
     assert other.decode(template, skip_special_tokens=True) == "".join(text for _, text in talk)
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     assert other.apply_chat_template(parts, return_dict=False)[2:] == tokenizer.encode("ab")
+    roles = [other.apply_chat_template([{"role": role, "content": "a"}]) for role in ("developer", "system")]
+    assert roles[0]["input_ids"] == roles[1]["input_ids"]
     with pytest.raises(Exception, match="the roles are system, user and assistant, not tool"):
         other.apply_chat_template([{"role": "tool", "content": "a"}])
 

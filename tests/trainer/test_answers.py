@@ -99,7 +99,9 @@ def test_a_batch_without_answers_changes_nothing(chat, make_dataset, capsys):
     assert 10 < skipped < 30
     assert all(p.isfinite().all() for p in run.gpt.parameters())
     assert "skipping step 1: none of its targets is counted" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"none of its targets is counted, after 1 bad steps in a row"):
+    with pytest.raises(
+        UserError, match=r"targets is counted, after 1 bad steps in a row; .*: raise batch_tokens, in another run_dir"
+    ):
         fit(chat(own | {"max_steps": 30, "eval.batches": None, "runtime.max_bad_steps": 1}))
     with pytest.raises(UserError, match=r"eval\.batches=1 has no answer to evaluate: give more, or null for all"):
         open_run(chat(own | {"eval.batches": 1}))
@@ -113,14 +115,19 @@ def test_the_loss_is_a_setting_of_the_run_and_needs_conversations(chat, dataset_
         fit(chat({"data.loss": "all"}))
 
 
-def test_eval_says_that_the_loss_is_on_answers(chat, dataset_dir, command):
+def test_eval_says_that_the_loss_is_on_answers(chat, dataset_dir, make_dataset, command):
     """On text, it is the loss of all tokens: what fine-tuning has cost."""
+    questions = make_dataset(
+        documents=[{"prompt": f"{i}" * 300, "completion": "y"} for i in range(100, 160)], data="chat"
+    )
     config = chat({"stop_at": 2})
     fit(config)
     arguments = [f"checkpoint={config.run_dir}", "runtime.device=cpu", "contexts=[]"]
     counted = sum(target >= 0 for target in targets_of(config, "val")[1])
     assert f"(val, {counted:,} tokens): loss on answers " in command("eval", *arguments).out
     assert " tokens): loss 5." in command("eval", *arguments, f"dataset_dir={dataset_dir}").out
+    none = command("eval", *arguments, "seq_len=1", "batches=1", f"dataset_dir={questions}")
+    assert none.err == "error: batches=1 has no answer to evaluate: give more, or null for all\n"
 
 
 @pytest.fixture

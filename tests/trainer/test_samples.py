@@ -6,7 +6,8 @@ import pytest
 from test_resume import assert_same_run
 
 from common.settings import UserError, decode
-from data.tokenizer import NoneConfig, build_tokenizer
+from data.chat import ChatTokenizer
+from data.tokenizer import BytesConfig, NoneConfig, build_tokenizer
 from trainer.checkpoint import newest
 from trainer.loop import fit
 from trainer.samples import read_prompt
@@ -72,6 +73,11 @@ def test_learned_positions_limit_a_sample(tiny):
 def test_data_without_text_gets_the_ids_of_a_prompt_or_none(prompt, read):
     ids = build_tokenizer(decode(NoneConfig, {"name": "none", "n_vocab": 10, "eot_id": None}))
     assert read_prompt(prompt, ids, None) == read
+
+
+def test_a_prompt_of_a_chat_model_is_a_message():
+    chat = ChatTokenizer(build_tokenizer(decode(BytesConfig, {"name": "bytes"})))
+    assert read_prompt("hi", chat, None) == ("hi\n", [256, 258, *b"hi", chat.assistant_id])
 
 
 def test_a_prompt_on_the_command_line_is_taken_as_it_is(command, tiny_args, tmp_path):

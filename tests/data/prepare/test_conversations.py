@@ -56,7 +56,8 @@ def ids_in(folder):
 def test_conversations_are_written_whole_and_others_are_counted_by_reason(chat, tmp_path, rank_file, tokenizer):
     pairs = [{"prompt": f"{i}?", "completion": "yes"} for i in range(5)]
     lists = [{"prompt": talk(77)[:1], "completion": talk(77)[1:]}]
-    records = [*GOOD, *pairs, *lists, *(record for some in BAD.values() for record in some)]
+    records = [talk(0), *GOOD[1:], *pairs, *lists, *(record for some in BAD.values() for record in some)]
+    # The first is as nanochat writes it.
     given = {"name": tokenizer} | ({"path": str(rank_file)} if tokenizer == "gpt2" else {})
     manifest, out = chat(records, tokenizer=given, val_fraction=0.1), tmp_path / "out"
     assert manifest.skipped == {reason: len(some) for reason, some in sorted(BAD.items())}
