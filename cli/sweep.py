@@ -86,7 +86,8 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
         def job(_: DictConfig) -> float | None:  # launchers pickle it for other processes and machines
             return _run_job(run, configuration, debug)
 
-        refuse_foreign(b"hydra:", folder / "multirun.yaml", folder / "optimization_results.yaml")
+        refuse_foreign(b"hydra:", folder / "multirun.yaml")
+        refuse_foreign(b"name: optuna", folder / "optimization_results.yaml")
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print over many lines
         sys.argv[1:] = ["-m", *swept.values(), *for_hydra, *for_plugins]
         for old in folder.glob(f"*=*/{_ERROR}"):

@@ -26,6 +26,8 @@ from common.console import console
 from common.files import write_atomic
 from common.settings import decode
 
+pytest.register_assert_rewrite("faults")
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests press Ctrl-C; what they start inherits this
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup starts what it runs

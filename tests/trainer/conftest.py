@@ -10,8 +10,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import trainer.loop
 import trainer.step
 
-pytest.register_assert_rewrite("faults")
-
 
 @pytest.fixture
 def quick(tiny, memory):
