@@ -128,7 +128,13 @@ def begin():
     for name, value in facts.items():
         setattr(torch.cuda, name, lambda *_, value=value, **__: value)
     math = torch.ops.aten._scaled_dot_product_attention_math  # torch's own choice asks CUDA
-    torch.nn.functional.scaled_dot_product_attention = lambda *qkv, **options: math(*qkv, **options)[0]
+
+    def attention(q, k, v, attn_mask=None, **options):
+        if attn_mask is not None and attn_mask.dtype == torch.bool:  # would be added as 0 and 1
+            attn_mask = torch.where(attn_mask, 0.0, -torch.inf).to(q.dtype)
+        return math(q, k, v, attn_mask, **options)[0]
+
+    torch.nn.functional.scaled_dot_product_attention = attention
     from model.ops import checks
 
     checks.failed_check = failed_check

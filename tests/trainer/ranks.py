@@ -174,7 +174,7 @@ def _become(request):
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     import torch._dynamo  # noqa: F401 (optimizers import it when they are made)
 
     import cli  # noqa: F401

@@ -142,7 +142,7 @@ summed_loss, calls = GPT.summed_loss, 0
 
 def failing(self, token_ids, targets, *state):
     global calls
-    calls += 1
+    calls += self.config.n_vocab > 64  # not those in which process 0 measures the memory of small models
     if calls == 5 and os.environ["RANK"] == "{failing}":
         {fault}
     return summed_loss(self, token_ids, targets)
