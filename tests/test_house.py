@@ -105,6 +105,20 @@ def test_the_diagram_of_architecture_shows_who_imports_whom():
     assert [pair for pair in arrows if leads(*pair, arrows - {pair})] == [], "an arrow follows from others"
 
 
+def test_pages_name_files_and_sections_that_exist():
+    """The map of docs/architecture.md names a file or a folder for each behaviour; links may name a section."""
+    named = re.findall(r"`((?:\w+/)+[\w.]*|\w+\.py)`", (ROOT / "docs/architecture.md").read_text(encoding="utf-8"))
+    assert len(named) > 60
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")):
+        for name, section in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text(encoding="utf-8")):
+            path = page.parent / name if name else page
+            assert path.exists(), f"{page.name}: {name}"
+            text = path.read_text(encoding="utf-8") if section else ""
+            titles = [title.lower().replace(" ", "-") for title in re.findall(r"^#+ (.*)", text, re.M)]
+            assert section in ["", *(re.sub(r"[^\w-]", "", title) for title in titles)], f"{page.name}: {name}#{section}"
+
+
 def test_inference_imports_no_training():
     for file in files_of("inference"):
         of_trainer = {name.split(".")[1] for name in imported(file) if name.startswith("trainer.")}
