@@ -113,10 +113,10 @@ def test_pages_name_files_and_sections_that_exist():
     for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")):
         for name, section in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text(encoding="utf-8")):
             path = page.parent / name if name else page
-            assert path.exists(), f"{page.name}: {name}"
+            assert path.exists(), f"{page}: {name}"
             text = path.read_text(encoding="utf-8") if section else ""
             titles = [title.lower().replace(" ", "-") for title in re.findall(r"^#+ (.*)", text, re.M)]
-            assert section in ["", *(re.sub(r"[^\w-]", "", title) for title in titles)], f"{page.name}: {name}#{section}"
+            assert section in ["", *(re.sub(r"[^\w-]", "", title) for title in titles)], f"{page}: {name}#{section}"
 
 
 def test_inference_imports_no_training():
