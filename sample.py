@@ -3,4 +3,5 @@
 from cli import command
 
 if __name__ == "__main__":
-    command("sample", "inference.sample:run_sampling", "inference.sample:SampleConfig", text_keys=("prompt", "stop"))
+    texts = ("prompt", "stop", "system")
+    command("sample", "inference.sample:run_sampling", "inference.sample:SampleConfig", text_keys=texts)

@@ -42,8 +42,8 @@ class ChatTokenizer(Tokenizer):
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """The ids that end a generated text: <|endoftext|>, or <|end|> of an answer."""
-        return self.eot_id, self.end_id
+        """The ids that end a generated text: <|endoftext|>, <|end|>, and markers that begin another message."""
+        return self.eot_id, *range(self.inner.n_vocab, self.n_vocab)
 
     @property
     def id(self) -> TokenizerId:
@@ -116,20 +116,20 @@ def parse_message(message: Any) -> tuple[str, str]:
     """
     role = message.get("role") if isinstance(message, dict) else None
     role = "system" if role == "developer" else role
-    if role in _TOOLS or (role == "assistant" and message.get("tool_calls")):
+    if role in _TOOLS or (role == "assistant" and (message.get("tool_calls") or message.get("function_call"))):
         raise UserError("a message to or from a tool")
     if role not in ROLES:
         raise UserError("a message whose role is not system, user or assistant")
     content = message.get("content")
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text", "")) for part in content)
-    if not isinstance(content, str):
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts: list[Any] = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
         raise UserError("a message whose content is not text")
     try:
-        content.encode()
+        (text := "".join(texts)).encode()
     except UnicodeEncodeError:  # JSON's "\ud800" is half a character
         raise UserError("lone surrogate") from None
-    return role, content
+    return role, text
 
 
 def in_answers(stream: TokenStream, start: int, ids: np.ndarray) -> np.ndarray:

@@ -39,6 +39,8 @@ class SampleConfig(SamplingConfig, ModelConfig, defaults="sample"):
     """Read several prompts from this file, one a line; empty lines are skipped."""
     interactive: bool
     """Hold a conversation that begins with the prompt."""
+    system: str
+    """The system's message, with which a conversation begins."""
     state_in: Path | None
     """Go on after the text whose state this file has: the prompt follows it."""
     state_out: Path | None
@@ -79,6 +81,8 @@ class SampleConfig(SamplingConfig, ModelConfig, defaults="sample"):
             odd.append("prompt")
         if self.interactive and odd:
             raise ValueError(f"{odd[0]}={getattr(self, odd[0])} cannot be used with interactive=true: leave one out")
+        if self.system and not self.interactive:
+            raise ValueError("system is for conversations: give interactive=true too, or put it into prompt")
         if self.state_out and self.prompts_file:
             raise ValueError("state_out is for one text: give prompt or prompt_file in place of prompts_file")
         if self.max_new_tokens == 0 and (self.interactive or not self.state_out):
@@ -111,6 +115,11 @@ def run_sampling(config: SampleConfig) -> None:
 
 
 def _converse(loaded: Loaded, prompt: str, request: Request, config: SampleConfig) -> None:
+    if config.system:
+        if not isinstance(loaded.tokenizer, ChatTokenizer):
+            raise UserError("system is for chat models, which this is not: put it into prompt")
+        system = loaded.tokenizer.encode_chat([("system", config.system)])
+        request = replace(request, ids=(*request.ids, *system))
     conversation = Conversation(loaded.gpt, loaded.tokenizer, request)
     if not conversation.chat:
         conversation.add(prompt)
@@ -200,7 +209,7 @@ def read_prompts(config: SampleConfig) -> list[str]:
     try:
         text = sys.stdin.read() if config.prompt == "-" else config.prompt
         text = path.read_bytes().decode() if path else text
-        text.encode()  # fails on the surrogates that stand for an argument's invalid bytes
+        f"{config.system}{text}".encode()  # fails on the surrogates that stand for an argument's invalid bytes
     except (OSError, UnicodeError) as error:
         source = f"{'prompt_file' if config.prompt_file else 'prompts_file'}={path}" if path else "the prompt"
         if isinstance(error, OSError):
@@ -345,5 +354,5 @@ def _ask() -> str | None:
 def say_rate(n_tokens: int, seconds: float) -> None:
     """Print how many tokens were drawn, and how fast."""
     rate = f", {n_tokens / max(seconds, 1e-9):.0f} a second"
-    more = rate if n_tokens else ": the text ended at once; try another seed or a longer prompt"
+    more = rate if n_tokens else ": the text ended at once; try another seed or prompt, or, to chat, interactive=true"
     say(f"({count(n_tokens, 'token')}{more})")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from printed import assert_one_line
 from texts import BYTES, CHAT
 
 from common.console import say_once, show
@@ -128,8 +129,7 @@ def continued(gpt, monkeypatch):
     [
         ([*b"ab", EOT, *b"cd"], {}, "ab", 2, "end_of_text"),
         ([EOT], {}, "", 0, "end_of_text"),
-        ([*b"ab", CHAT.end_id, *b"cd"], {}, "ab", 2, "stop"),
-        ([*b"a", CHAT.assistant_id, *b"b"], {"max_new_tokens": 3}, "ab", 3, "length"),
+        *(([*b"ab", marker, *b"cd"], {}, "ab", 2, "stop") for marker in (*CHAT.role_ids.values(), CHAT.end_id)),
         (b"abcdef", {"max_new_tokens": 3}, "abc", 3, "length"),
         (b"abcdef", {"stop": ["xx", "de"]}, "abc", 5, "stop"),
         (b"ab", {"stop": ["bc"], "max_new_tokens": 2}, "ab", 2, "length"),
@@ -175,8 +175,8 @@ def test_the_model_has_read_what_was_shown(tiny, monkeypatch, attention):
 
 
 def test_every_answer_is_closed_before_the_next_message(gpt, monkeypatch):
-    """However it ended: by the model, by the end of a text, cut within a character, or at once."""
-    draw_these(monkeypatch, [*b"cd", CHAT.end_id, *b"e", EOT, *b"fgh\xe6", CHAT.end_id])
+    """However it ended: by its end, a user's marker, the end of a text, cut within a character, or at once."""
+    draw_these(monkeypatch, [*b"cd", CHAT.role_ids["user"], *b"e", EOT, *b"fgh\xe6", CHAT.end_id])
     answers = [(9, "cd"), (9, "e"), (2, "fg"), (2, "h"), (9, "")]
     talk, read = Conversation(gpt, CHAT, Request((EOT,))), []
     for n, answer in answers:
@@ -410,6 +410,21 @@ def test_a_chat_model_answers_messages_and_another_says_what_it_does(command, ru
     assert "this model continues texts and does not answer: train.py experiment=chat makes one" in plain.err
 
 
+def test_the_system_s_message_begins_a_conversation(command, run_dir, gpt, tmp_path, monkeypatch):
+    begin_with(gpt, CHAT, tmp_path / "chat", seq_len=16, batch_tokens=64)
+    begun = []
+    monkeypatch.setattr("inference.sample.converse", lambda talk, *_: begun.append(talk.request.ids))
+    typed = ["runtime.device=cpu", "interactive=true", "system=Be <|end|>", f"checkpoint={tmp_path / 'chat'}"]
+    assert command("sample", *typed).status == 0
+    assert begun == [(EOT, *CHAT.encode_chat([("system", "Be <|end|>")]))]
+    for more, why in [
+        (f"checkpoint={run_dir}", "system is for chat models"),
+        ("interactive=false", "system is for conversations"),
+        ("system=\udcff", "is not in UTF-8"),
+    ]:
+        assert_one_line(command("sample", *typed, more), why)
+
+
 def test_a_conversation_can_come_through_a_pipe(command, run_dir, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("one\\\ntwo\n\n"))
     options = ["interactive=true", "prompt=zero ", "max_new_tokens=5", "temperature=0"]
@@ -500,4 +515,5 @@ def test_a_checkpoint_alone_gets_its_sample_beside_it(command, run_dir, tmp_path
 
 def test_a_text_without_tokens_says_why(capsys):
     say_rate(0, 0.1)
-    assert capsys.readouterr().out == "(0 tokens: the text ended at once; try another seed or a longer prompt)\n"
+    said = "(0 tokens: the text ended at once; try another seed or prompt, or, to chat, interactive=true)\n"
+    assert capsys.readouterr().out == said

@@ -103,10 +103,10 @@ def serve(run_dir):
 
 @pytest.fixture(scope="session")
 def chat_gpt(make_gpt):
-    """Such a model with markers, which writes any byte, sometimes the end of an answer, and no other marker."""
+    """Such a model with markers, which writes any byte, and sometimes a marker."""
     gpt = make_gpt(n_vocab=261, endless=True)
     with torch.no_grad():
-        gpt.embed.weight.mul_(0.1)[256:260] = -10
+        gpt.embed.weight.mul_(0.1)[256] = -10
     return gpt
 
 

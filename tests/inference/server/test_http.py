@@ -311,15 +311,14 @@ def answer(client, **body):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_an_answer_is_what_the_model_generates_to_its_end_marker(chat_client, chat_gpt, seed):
+def test_an_answer_is_what_the_model_generates_to_the_first_marker(chat_client, chat_gpt, seed):
     sampling = {"temperature": 2.0, "top_p": 0.99}
     said = answer(chat_client, model="talker", messages=TALK, max_completion_tokens=300, seed=seed, **sampling)
     ids = CHAT.encode_chat([("system", "Be brief."), ("user", "2+3?")], answer=True)
     drawn = drawn_by(chat_gpt, ids, 300, seed, **sampling)
-    drawn, ended = drawn[: (end := drawn.index(260) + 1 if 260 in drawn else 300)], 260 in drawn
-    message = {"role": "assistant", "content": CHAT.decode_bytes(drawn).decode(errors="replace")}
-    reason = "stop" if ended else "length"
-    assert said["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": reason}]
+    end = next(i + 1 for i, token in enumerate(drawn) if token > 256)
+    message = {"role": "assistant", "content": CHAT.decode_bytes(drawn[:end]).decode(errors="replace")}
+    assert said["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}]
     assert (said["object"], said["model"], said["id"][:9]) == ("chat.completion", "talker", "chatcmpl-")
     usage = {"prompt_tokens": len(ids), "completion_tokens": end, "total_tokens": len(ids) + end}
     assert said["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
@@ -340,12 +339,28 @@ def test_a_stream_of_a_chat_says_the_same_in_pieces(chat_client):
         assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + [choice["finish_reason"]]
         tokens = choice["logprobs"]["content"]
         assert [token for piece in pieces for token in piece["logprobs"]["content"]] == tokens
-        assert (
-            b"".join(bytes(token["bytes"]) for token in tokens if token["token"][:2] != "<|").decode(errors="replace")
-            == choice["message"]["content"]
-        )
+        raw = b"".join(bytes(token["bytes"]) for token in tokens)
+        assert raw.decode(errors="replace") == choice["message"]["content"]
         assert all(len(token["top_logprobs"]) == 2 for token in tokens)
         assert all(token["top_logprobs"][0]["logprob"] >= token["logprob"] for token in tokens)
+
+
+@pytest.mark.slow
+def test_openais_client_talks_to_it(chat_served):
+    openai = pytest.importorskip("openai", reason="openai is not installed: pip install openai")
+    with openai.OpenAI(base_url=f"{chat_served.url}/v1", api_key="none") as client:
+        talk, asked = [*TALK], {"model": client.models.list().data[0].id, "max_completion_tokens": 40, "seed": 3}
+        for _ in range(2):
+            whole = client.chat.completions.create(messages=talk, **asked)
+            streams = {"stream": True, "stream_options": {"include_usage": True}}
+            *chunks, last = client.chat.completions.create(messages=talk, **asked, **streams)
+            said = whole.choices[0].message
+            assert (said.role, said.content) == ("assistant", "".join(one.choices[0].delta.content for one in chunks))
+            assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+            assert last.usage == whole.usage
+            talk += [said, {"role": "user", "content": "And 2+2?"}]
+        with pytest.raises(openai.BadRequestError, match=r"messages\.6: a message to or from a tool"):
+            client.chat.completions.create(messages=[*talk, {"role": "tool", "content": "4"}], **asked)
 
 
 def test_a_turn_reads_what_it_adds_the_last_answer_and_less_than_a_chunk(chat_client):
