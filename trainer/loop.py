@@ -115,7 +115,8 @@ def train(config: TrainConfig, runtime: Runtime, world: World, signals: StopSign
     best, at = run.state.best_val_loss, run.state.best_step
     lowest = "" if best is None else f"; lowest validation loss {best:.4f}, at step {at}"
     say(f"{done} saved in {config.run_dir}, with loss.png{lowest}")
-    say(f"to sample from it: python sample.py {overrides({'checkpoint': str(config.run_dir)})}")
+    talk = {"interactive": True} if config.data.loss == "answers" else {}
+    say(f"to sample from it: python sample.py {overrides({'checkpoint': str(config.run_dir)} | talk)}")
     return best
 
 

@@ -187,7 +187,9 @@ def test_a_model_without_rows_for_the_markers_is_refused_in_one_line(
     typed = ["experiment=chat", f"dataset_dir={chat_dir}", f"run_dir={tmp_path / 'chat'}", *small.split()]
     assert "init_from=runs/base does not exist: give a run directory" in command("train", *typed).err
     assert "add rows by model.pad_vocab=64" in command("train", *typed, f"init_from={tmp_path / 'base'}").err
-    assert command("train", *typed, f"init_from={tmp_path / 'base'}", "model.pad_vocab=64").status == 0
+    begun = command("train", *typed, f"init_from={tmp_path / 'base'}", "model.pad_vocab=64")
+    assert begun.status == 0
+    assert begun.out.endswith(f"python sample.py checkpoint={tmp_path / 'chat'} interactive=true\n")
     gpt, tokenizer = load_model(tmp_path / "chat")
     assert (gpt.config.n_vocab, gpt.config.n_vocab_padded, tokenizer.name) == (261, 320, "bytes+chat")
     assert "val_loss" in [*read_metrics(tmp_path / "chat" / "metrics.jsonl")][-1]
