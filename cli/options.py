@@ -142,7 +142,7 @@ def meant(key: str, keys: list[str], groups: dict[str, list[str]]) -> str:
 
 
 def explained(path: Path) -> dict[str, str]:
-    """Return the comment of every dotted key in a file of configs/, and in those that it includes in its place."""
+    """Return the comment of every dotted key in a file of configs/. Files of its defaults list are included."""
     text = path.read_text(encoding="utf-8")
     comments: dict[str, str] = {}
     defaults = DEFAULTS.search(text)

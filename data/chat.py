@@ -42,7 +42,7 @@ class ChatTokenizer(Tokenizer):
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """The ids that end a generated text: <|endoftext|>, <|end|>, and markers that begin another message."""
+        """The ids that end a generated text: <|endoftext|> and all markers."""
         return self.eot_id, *range(self.inner.n_vocab, self.n_vocab)
 
     @property
@@ -93,10 +93,10 @@ class ChatTokenizer(Tokenizer):
 
 
 def parse_messages(messages: Any) -> list[tuple[str, str]]:
-    """Return (role, text) of each message of a conversation to learn from, whose answers are not empty.
+    """Return (role, text) of each message of a conversation to learn from.
 
     Raises:
-        UserError: they are something else. Its message is the same for all conversations with this mistake.
+        UserError: a message is malformed, or an answer is empty. Equal mistakes have equal texts.
     """
     if not isinstance(messages, list):
         raise UserError("messages is not a list")

@@ -46,7 +46,7 @@ class TrainBatches:
         """None: the corpus as it is."""
 
     def mix(self, dataset_dir: Path, manifest: Manifest, weights: Weights) -> None:
-        """Draw sequences from the sets of the dataset by their weights: see `open_mixture`, also for errors."""
+        """Draw sequences from the dataset's sets by their weights. Errors are those of `open_mixture`."""
         self.mixture = open_mixture(dataset_dir, manifest, weights, self.seq_len, self.seed)
 
     def starts(self, step: int, start: int = 0, stop: int | None = None) -> np.ndarray:

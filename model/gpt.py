@@ -383,7 +383,7 @@ class GPT(nn.Module):
         return (logits, state) if return_state else logits
 
     def logits(self, x: Tensor) -> Tensor:
-        """Output layer: (..., n_embd) -> (..., n_vocab), without the padding rows, which losses include."""
+        """Output layer: (..., n_embd) -> (..., n_vocab). Padding rows have no logits here, but losses include them."""
         logits = x @ self.embed.weight.T if self.config.tied else self.output(x)
         return capped(logits[..., : self.config.n_vocab], self.config.logit_cap)
 

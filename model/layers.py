@@ -38,12 +38,12 @@ class FusedLinear(Linear):
         self.parts, self.n_group = tuple(parts), n_group
 
     def split(self, weights: Tensor) -> list[Tensor]:
-        """The matrices in tensors of the weight's shape (..., rows, columns), each with its own rows."""
+        """Split tensors of the weight's shape (..., rows, columns) into the matrices, by rows."""
         groups = weights.unflatten(-2, (self.n_group, -1))
         return [part.flatten(-3, -2) for part in groups.split(self.parts, dim=-2)]
 
     def join(self, matrices: Sequence[Tensor]) -> Tensor:
-        """The tensors that `split` splits into these."""
+        """The inverse of `split`."""
         return torch.cat([part.unflatten(-2, (self.n_group, -1)) for part in matrices], dim=-2).flatten(-3, -2)
 
 

@@ -76,7 +76,7 @@ def tensors_of(state: Any) -> dict[str, Tensor]:
 
 
 def restored(like: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The state whose tensors have these names and values; `like` has its form."""
+    """Return a state of the same structure as `like` whose tensors are those of `tensors`, by name."""
 
     def value(path: KeyPath, x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -92,7 +92,7 @@ def state_bytes(state: Any) -> int:
 
 
 def stretched(gpt: nn.Module, state: Any, n: int) -> Any:
-    """A GPT's state as after n tokens read at once. Keys and values share memory until a token is appended."""
+    """Return a state of the size after n tokens. Keys and values share memory until a token is appended."""
     sparse = (module.patterns for module in gpt.modules() if isinstance(module, SparseAttention))
 
     def stretch(x: Any) -> Any:

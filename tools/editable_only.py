@@ -7,7 +7,7 @@ from setuptools.build_meta import *  # noqa: F403
 
 
 def build_wheel(*_: object) -> NoReturn:
-    """Refuse, before anything is downloaded."""
+    """Refuse `pip install .` before pip downloads anything."""
     sys.exit("error: log-gpt works in its own folder, with train.py and configs/: install with pip install -e .")
 
 

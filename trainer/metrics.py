@@ -41,7 +41,7 @@ class MetricsLog:
             sync_directory(self.path.parent)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line. Others can read it at once, or as soon as there is room."""
+        """Append a line. It is in the file when this returns; on a full disk it waits in memory for the next call."""
         with self._lock:
             self._recent += (json.dumps(line, allow_nan=False) + "\n").encode()
             try:

@@ -125,9 +125,9 @@ def open_runtime(config: DeviceConfig) -> Runtime:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep the memory of freed tensors for the next ones: a step is faster, and takes a tenth more memory.
+    """Make glibc keep the memory of freed tensors for new ones. Steps are faster and take a tenth more memory.
 
-    By default glibc returns memory to the system many times a step, and each page that is used again is a fault.
+    By default glibc returns memory to the system many times a step, and every page that is reused causes a page fault.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries do not have it
     if mallopt is not None:

@@ -20,9 +20,9 @@ _TEMPERATURE = 0.8
 
 
 def read_prompt(prompt: str, tokenizer: Tokenizer, max_len: int | None) -> tuple[str, list[int]]:
-    """What a sample begins with: a text, and its tokens. In training, every text follows <|endoftext|>.
+    """Return what a sample begins with: a text, and its tokens after <|endoftext|>, as in training.
 
-    Data without text (tokenizer=none) has no tokens for words, such as those of an experiment's prompt: it gets none.
+    A tokenizer without text (tokenizer=none) cannot encode an experiment's prompt, so the sample begins without it.
 
     Raises:
         UserError: the tokens do not fit into the model's learned positions.

@@ -287,13 +287,13 @@ def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:
 
 
 def open_source(path: Path, config: GPTConfig, tokenizer: Tokenizer) -> Checkpoint:
-    """Open the checkpoint init_from=path, whose weights a run with this model and tokenizer starts from.
+    """Open the checkpoint init_from=path. A run with this model and tokenizer starts from its weights.
 
-    The tokenizer may have markers that the checkpoint's lacks. They need rows of the embedding, which may be those that
-    pad it, or new ones by another model.pad_vocab.
+    The tokenizer may have markers that the checkpoint's tokenizer lacks. Their rows of the embedding are padding rows
+    of the checkpoint, or new rows by another model.pad_vocab.
 
     Raises:
-        UserError: there is no whole checkpoint, or its model or tokenizer is another one.
+        UserError: there is no whole checkpoint, or it has another model or tokenizer.
     """
     source = open_model(path, key="init_from")
     trained = load_tokenizer(source.path / "tokenizer.json")
@@ -319,7 +319,7 @@ def open_source(path: Path, config: GPTConfig, tokenizer: Tokenizer) -> Checkpoi
 
 
 def take_weights(gpt: GPT, path: Path, tokenizer: Tokenizer, world: World) -> None:
-    """Give the model the weights of the checkpoint init_from=path, the averaged ones if it has them.
+    """Load the weights of the checkpoint init_from=path into the model: averaged weights, if the checkpoint has them.
 
     Raises:
         UserError: as `open_source`; or the processes do not all find the same checkpoint.

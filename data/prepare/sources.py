@@ -110,7 +110,7 @@ class FileSource(Source):
     def documents(
         self, seen: Seen = lambda _: None, after: Position | None = None, inputs: Sequence[str] | None = None
     ) -> Iterator[Raw]:
-        """Read files in order. Files before the position's are not opened, its own is read from the beginning."""
+        """Read files in order. Files before `after` are not opened. The file of `after` is read from its start."""
         names = list(self.inputs() if inputs is None else inputs)
         start = names.index(after.input) if after else 0
         seen(sum(_size(self.path_of(name)) for name in names[:start]))
@@ -176,7 +176,7 @@ class StdlibSource(FileSource):
         return {str(name): _size(root / name) for name in sorted(names) if not excluded.intersection(name.parts)}
 
     def path_of(self, name: str) -> Path:
-        """Return the file."""
+        """Return the file of Python's library with a name in `inputs`."""
         return Path(sysconfig.get_path("stdlib")) / name
 
     def read(self, path: Path, seen: Seen) -> Iterator[Any]:
@@ -224,7 +224,7 @@ class NamedFiles(FileSource):
         return named
 
     def path_of(self, name: str) -> Path:
-        """Return the file, whose name may have bytes that are not UTF-8."""
+        """Return the file with a name in `inputs`. Its path may have bytes that are not UTF-8."""
         escaped = re.sub(rb"\\x([0-9a-f]{2})", lambda byte: bytes.fromhex(byte[1].decode()), name.encode())
         return Path(name if os.path.lexists(name) else os.fsdecode(escaped))
 

@@ -211,7 +211,7 @@ def begin(folder: Path, plan: Plan, tokenizer: Tokenizer) -> Plan:
 
 
 def span_dir(folder: Path, group: int, number: int) -> Path:
-    """Return the folder of a span."""
+    """Return the folder of a group's span with this number."""
     return folder / f"span-{group:05}-{number:05}"
 
 

@@ -38,7 +38,7 @@ class CompletionResponse:
         self.generations, self._tokenizer, self._n = generations, tokenizer, n
 
     def whole(self) -> dict[str, Any]:
-        """All choices, whose generations have ended."""
+        """The response with all choices, once their generations have ended."""
         choices = [self._choice(index, generation) for index, generation in enumerate(self.generations)]
         return self._head | {"choices": choices, "usage": self._usage()}
 

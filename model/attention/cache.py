@@ -68,7 +68,7 @@ def attend_to_all(
     starts: Tensor | None,
     scale: float | None = None,
 ) -> tuple[Tensor, KVCache | None]:
-    """Softmax attention from T tokens to these and all earlier ones, those of `cache`.
+    """Softmax attention from T tokens to themselves and to the earlier tokens in `cache`.
 
     Args:
         v: (B, H, T, E); with E = 0 the keys are the values too.

@@ -93,8 +93,8 @@ def times(x: Tensor, factor: Tensor | None) -> Tensor:
 def log_f_gradient(g_q: Tensor, g_k: Tensor, g_after: Tensor, log_f: Tensor) -> Tensor:
     """Return the gradient of log_f (n, B, H, C, 1), given the gradients of q and k (n, B, H, C, d_k).
 
-    A gate multiplies what later queries get from earlier keys: everything that these queries get, minus what they get
-    from keys not before the gate, plus what the state after the chunk gets from the chunk's and earlier keys.
+    A gate scales what later queries and the state after the chunk get from the keys before the gate. So its gradient is
+    the sum of g_q - g_k over features and over the tokens from the gate to the chunk's end, plus the sum of g_after.
 
     Args:
         g_after: (n, B, H, 1, d_k), the sum over value columns of the state after each chunk times its gradient.

@@ -81,7 +81,7 @@ def run_stages(stages: Stages, minutes: float, out: Path) -> None:
 
 
 def report_of(name: str, arguments: list[str], limit: float, out: Path) -> dict[str, Any]:
-    """Run a stage, and return its outcome, its figures, the checks of kernels that ended, and the end of its output."""
+    """Run a stage. Return its outcome, figures, finished checks of kernels, and the end of what it printed."""
     figures, output, started = out / f"{name}.json", out / f"{name}.txt", time.time()
     figures.unlink(missing_ok=True)
     outcome = outcome_of(arguments, limit, output)

@@ -169,7 +169,7 @@ class NanoGPT(nn.Module):
         self.flops_per_token = 6 * weights + 3 * attention  # counted as ours
 
     def optimizer(self, device: str) -> Any:
-        """Its own, with the settings of its train.py."""
+        """Return nanoGPT's own optimizer, with the settings of nanoGPT's train.py."""
         return self.gpt.configure_optimizers(0.1, 6e-4, (0.9, 0.95), device)
 
     def forward(self, token_ids: Tensor, targets: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
 
 
 def in_bits(records: Sequence[Record]) -> bool:
-    """Whether losses are compared in bits per byte, because the runs' tokens are not as long."""
+    """Whether losses are compared in bits per byte, because tokens of the runs differ in length."""
     known = [r.figures for r in records if r.figures["bits"] and r.figures["nats"]]
     ratios = [figures["bits"] / figures["nats"] for figures in known]
     return bool(ratios) and max(ratios) > _ALIKE * min(ratios)

@@ -44,9 +44,11 @@ class Certificate:
         self._reset = torch.full_like(self._term[..., :1], -1)  # (B, H, 1, 1)
 
     def too_small(self, sums: Tensor, start: int | None) -> Tensor:
-        """Return which chunks (n, B, H) have a doubtful sum, given sums (n, B, H, C, E) over tokens up to each query.
+        """Return which chunks (n, B, H) have a doubtful sum: so small that terms that matter may have become 0.
 
-        `start` is the position of the first query, or None if every query attends to all tokens.
+        Args:
+            sums: (n, B, H, C, E), the sum over the keys of each query.
+            start: position of the first query; None if every query attends to all tokens.
         """
         small = _doubtful(sums)
         if small is None:

@@ -85,7 +85,7 @@ class Frames(NamedTuple):
     """(B, H): with gates, whether a head forgets so much in a chunk that numbers overflow or underflow."""
 
     def at(self, inputs: Inputs, tokens: slice, chunks: slice) -> "Frames":
-        """Select the frames of some tokens, which are those of `chunks`."""
+        """Return the frames of some chunks, given both their tokens and their numbers."""
         key, value = self.key[chunks], self.value[chunks]
         if any(self.apart) and inputs.log_f is not None:
             reset = resets_of(self.split(inputs.log_f[:, :, tokens], 0.0))

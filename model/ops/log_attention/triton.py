@@ -311,9 +311,12 @@ def _programs_at_once(device: torch.device, P: Constants) -> int:
 
 @functools.cache
 def fastest_segments(programs: int, chunks: int, at_once: int) -> int:
-    """Return into how many segments to split sequences of so many chunks, if a sweep takes so many programs.
+    """Return the number of segments with the shortest estimated time.
 
-    A program computes the chunks of its segment after its own part, and joins those of other segments.
+    Args:
+        programs: programs of a sweep without segments.
+        chunks: chunks of a sequence.
+        at_once: programs that the GPU runs at the same time.
     """
 
     def time(segments: int) -> float:

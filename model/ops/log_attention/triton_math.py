@@ -66,11 +66,11 @@ def power_of_two(n):
 
 @triton.jit
 def exp_measured(x, frame, OPERAND: tl.constexpr):
-    """exp(x) 2^-frame for a frame that is at most about 1 below x. Another frame changes no bit but the exponent's.
+    """exp(x) 2^-frame for a frame that is at most about 1 below x log2(e). The mantissa does not depend on the frame.
 
-    That is because x log2(e) is split where the frame cannot reach: into a whole number and a rest, or for bfloat16,
-    where 2^-12 of an exponent is less than a rounding, into a multiple of 2^-11 and a rest that is dropped. Adding and
-    taking away a large number rounds, and is faster than to round: GPUs do only few roundings and conversions at once.
+    x log2(e) is split into an integer and a remainder before the frame is subtracted. For bfloat16 it is rounded to a
+    multiple of 2^-11 instead, since 2^-12 of an exponent is less than bfloat16's own rounding. Adding and subtracting a
+    large number rounds. This is faster than an instruction that rounds: GPUs execute few of these at once.
     """
     if OPERAND == tl.bfloat16:
         x = tl.clamp(x, -1400.0, 1400.0, propagate_nan=tl.PropagateNan.ALL)
