@@ -2,7 +2,8 @@
 
 python tests/model/kernel_resources.py '{"capability": 90, "operator": "log_attention", "dtype": "bfloat16", "d": 32,
 "d_v": 32, "gates": true, "carried": true, "of_values": "bfloat16"}' prints a line of JSON for each kernel; several
-arguments are several cases. A process that has compiled for an absent GPU cannot run kernels.
+arguments are several cases. With "only": "sweep", only kernels with this in their name are compiled; with "assembled":
+false, only warps and shared memory are counted. A process that has compiled for an absent GPU cannot run kernels.
 """
 
 import json
@@ -20,6 +21,7 @@ from unittest.mock import patch
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import JITFunction, driver
 
 from model.ops.linear_cross_entropy.triton import cross_entropy_
@@ -28,7 +30,11 @@ from model.ops.log_attention.triton import triton_log_attention
 from model.ops.log_recurrence import triton as log_recurrence
 
 
-def compiled(launch: Callable[[], None], capability: int) -> dict[str, Any]:
+class NotAssembled(Exception):
+    """Raised in place of ptxas, which takes as long as Triton, with what Triton knows of the kernel."""
+
+
+def compiled(launch: Callable[[], None], capability: int, only: str = "", assembled: bool = True) -> dict[str, Any]:
     """The kernels that `launch` launches, compiled for a GPU of this compute capability and not run."""
     target = GPUTarget("cuda", capability, 32)
     gpu = SimpleNamespace(
@@ -38,10 +44,21 @@ def compiled(launch: Callable[[], None], capability: int) -> dict[str, Any]:
     run = JITFunction.run
 
     def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        found[kernel.__name__] = run(kernel, *arguments, grid=grid, warmup=True, **options)
+        if only in kernel.__name__:
+            try:
+                found[kernel.__name__] = run(kernel, *arguments, grid=grid, warmup=True, **options)
+            except NotAssembled as known:
+                found[kernel.__name__] = SimpleNamespace(metadata=SimpleNamespace(**known.args[0]), asm={})
+
+    def stop(backend: Any, source: Any, metadata: dict[str, Any], *rest: Any) -> None:
+        raise NotAssembled(metadata)
 
     driver.set_active(gpu)
-    with patch.object(JITFunction, "run", compile_only), torch.enable_grad():
+    with (
+        patch.object(JITFunction, "run", compile_only),
+        patch.object(CUDABackend, "make_cubin", CUDABackend.make_cubin if assembled else stop),
+        torch.enable_grad(),
+    ):
         launch()
     return found
 
@@ -96,6 +113,10 @@ def resources(binary: Any) -> dict[str, int]:
 
     Of the longest loop, which processes a chunk: instructions, and those that compute 2^x.
     """
+    metadata = binary.metadata
+    by_triton = {"warps": metadata.num_warps, "shared": metadata.shared}
+    if "cubin" not in binary.asm:
+        return by_triton
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
@@ -104,12 +125,10 @@ def resources(binary: Any) -> dict[str, int]:
             [tool, "-res-usage", "-sass", file.name], capture_output=True, text=True, check=True
         ).stdout
     used = {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", text)}
-    metadata, loop = binary.metadata, in_the_longest_loop(text)
-    return {
-        "warps": metadata.num_warps,
+    loop = in_the_longest_loop(text)
+    return by_triton | {
         "registers": used["REG"],
         "stack": used["STACK"],
-        "shared": metadata.shared,
         "instructions": len(loop),
         "ex2": sum(name.startswith("MUFU.EX2") for name in loop),
     }
@@ -120,7 +139,8 @@ def main(cases: list[str]) -> None:
         given = json.loads(case)
         capability, launch = given.pop("capability"), LAUNCH[given.pop("operator")]
         given |= {key: getattr(torch, given[key]) for key in ("dtype", "of_values") if key in given}
-        for kernel, binary in compiled(partial(launch, **given), capability).items():
+        how = {key: given.pop(key) for key in ("only", "assembled") if key in given}
+        for kernel, binary in compiled(partial(launch, **given), capability, **how).items():
             print(json.dumps({"kernel": kernel} | resources(binary)), flush=True)
 
 

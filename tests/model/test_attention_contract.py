@@ -290,8 +290,7 @@ def test_a_state_stays_valid_after_it_was_passed_on(case, read_before, mode):
     with mode():
         _, state = read(module, case, text(read_before), read_before, False)
         texts = [text(T, seed=seed) for seed, T in enumerate([1, 6, 1, 30])]
-        first = [read(module, case, x, 1, False, state)[0] for x in texts]
-        again = [read(module, case, x, 1, False, state)[0] for x in texts]
+        first, again = ([read(module, case, x, 1 + x.shape[1] // 7, False, state)[0] for x in texts] for _ in range(2))
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
         for y, x in zip(first, texts, strict=True):
             close(y, module(torch.cat([text(read_before), x], dim=1))[0][:, read_before:])
@@ -303,7 +302,7 @@ def test_a_state_is_as_small_as_it_is_said_to_be(case):
     module = build(case)
     with torch.inference_mode():
         sizes = {n: state_bytes(read(module, case, text(n), n, False)[1]) for n in (1, 2, 100, 400)}
-        in_pieces = state_bytes(read(module, case, text(400), 7, False)[1])
+        in_pieces = state_bytes(read(module, case, text(400), 23, False)[1])
     if case["name"] in CONSTANT:
         assert sizes[100] == sizes[400]
     else:
@@ -371,7 +370,7 @@ def gpt_config(**changes):
 
 def gpt_of(**changes):
     torch.manual_seed(0)
-    return GPT(gpt_config(**changes)).to(text(1))
+    return GPT(gpt_config(**{"n_layer": 1} | changes)).to(text(1))
 
 
 def ids(T, B=1, seed=1):
@@ -410,7 +409,7 @@ RAGGED = [[5, 1, 2, 33, 17, 1, 30, 11], [64, 16, 20], [1, 99], [100]]
 
 def with_documents(case, position, eot_id=EOT):
     """Return a model in which no part is still the identity; the weights do not depend on eot_id."""
-    gpt = GPT(gpt_config(attention=case, position={"name": position}, n_layer=2), eot_id).to(text(1))
+    gpt = GPT(gpt_config(attention=case, position={"name": position}, n_layer=1), eot_id).to(text(1))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in gpt.parameters():
@@ -501,12 +500,6 @@ def test_documents_are_refused_in_one_line_where_they_have_no_meaning():
             with pytest.raises(ValueError, match=r"^attention: (longformer's global|kernel=).*: use ") as error:
                 with_documents(case, "none")
             assert "\n" not in str(error.value)
-
-
-def test_a_compiled_model_keeps_documents_apart():
-    gpt, ids = with_documents({"name": "log_space", "conv": 4}, "log_recurrence"), packed(RAGGED[0])
-    compiled = torch.compile(gpt.token_losses, backend="eager", fullgraph=True)
-    close(compiled(ids[:, :-1], ids[:, 1:]), gpt.token_losses(ids[:, :-1], ids[:, 1:]))
 
 
 @pytest.mark.gpu

@@ -158,7 +158,7 @@ def by_flex(q, k, v, log_f, starts):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("T", [1, 7, 300])
+@pytest.mark.parametrize("T", [1, 140])
 def test_flex_attention_forgets_as_the_definition_does(eager_flex, monkeypatch, T):
     torch.manual_seed(0)
     monkeypatch.setattr("model.attention.softmax.forgetting_attention", by_flex)
@@ -186,7 +186,7 @@ def test_softmax_attention_that_forgets_keeps_its_digits_under_autocast(parts, d
     exact = SoftmaxConfig(name="softmax", decay="head", **parts).build(64, 4, 16).to(device).double()
     rounded = SoftmaxConfig(name="softmax", decay="head", **parts).build(64, 4, 16).to(device)
     rounded.load_state_dict(exact.state_dict())
-    x = torch.randn(1, 1024, 64)
+    x = torch.randn(1, 300, 64)
     with monkeypatch.context() as undone:
         undone.setattr("model.attention.softmax.forgetting_attention", lambda *_: None)
         wanted = exact(x.double())[0]

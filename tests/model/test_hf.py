@@ -206,6 +206,7 @@ def test_an_export_is_finetuned_as_any_model_of_transformers(work, name):
         ({"past_key_values": []}, "tune it by LoRA, not by prompts or prefixes"),
     ],
 )
+@pytest.mark.slow
 def test_what_an_export_does_not_read_or_return_is_refused(given, message):
     from tools.convert.hugging_face.configuration_log_gpt import LogGPTConfig
     from tools.convert.hugging_face.modeling_log_gpt import LogGPTForCausalLM

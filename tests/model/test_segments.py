@@ -50,7 +50,7 @@ def weights_of(x):
         *(pytest.param(300, n, gates, True, marks=pytest.mark.slow) for n, gates in [(2, 1e-3), (3, 3.0), (5, 0.1)]),
     ],
 )
-def test_segments_give_the_numbers_of_the_definition_and_of_one_sweep(T, segments, gates, has_state):
+def test_segments_give_the_numbers_of_the_definition_twice_with_the_same_bits(T, segments, gates, has_state):
     leaves = [x.float() for x in inputs(T, gates)]
     if not has_state:
         leaves[4:] = (torch.full_like(x, -torch.inf) for x in leaves[4:])
@@ -62,17 +62,14 @@ def test_segments_give_the_numbers_of_the_definition_and_of_one_sweep(T, segment
     gradients = definition.backward(*map(weights_of, truth.values), truth.units[0])
     eps = torch.finfo(torch.float32).eps
     wanted = zip([*truth.values, *gradients.values], [*truth.units, *gradients.units], strict=True)
-    for one, two, again, (exact, unit) in zip(
-        got, results(leaves, 1, has_state), results(leaves, segments, has_state), wanted, strict=False
-    ):
+    for one, again, (exact, unit) in zip(got, results(leaves, segments, has_state), wanted, strict=False):
         assert torch.equal(one, again)
         assert ((one - exact).abs() <= ROUNDINGS * eps * unit).all()
-        assert ((one - two).abs() <= ROUNDINGS * eps * unit).all()
 
 
 def test_a_frame_that_shrinks_between_segments_loses_no_gradient():
     """Many large keys decay by nearly as much as a frame can shrink in a chunk, and keys beside them count as much."""
-    q, k, log_v, log_f, log_s, log_z = inputs(192, 0.0, d_k=1, d_v=1)
+    q, k, log_v, log_f, log_s, log_z = (x[:, :1] for x in inputs(192, 0.0, d_k=1, d_v=1))
     k[:, :, :64], k[:, :, 64:128], k[:, :, 128:] = 27.0, -6.0, -20.0
     log_f[:, :, 64] = -31.0
     leaves = [q, k, log_v, log_f, log_s, log_z]

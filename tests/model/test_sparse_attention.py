@@ -111,9 +111,10 @@ def test_bfloat16_and_autocast_round_like_their_number_format(name, form):
     "patterns",
     [[window(290)], [window(70, 3)], [fixed(100, 9)], [fixed(2000, 800, "A2")], [longformer(300, 20)], [strided(40)]],
 )
-def test_a_text_may_have_more_tokens_than_a_tile(patterns, form):
+def test_a_text_may_have_more_tokens_than_a_tile(patterns, monkeypatch):
     """Queries of columns are split at 1,024, and blocks of a wide window have more than 64."""
-    *qkv, g = inputs(1300, B=1, H=2, G=2, D=4)
+    monkeypatch.setattr(attend, "_tiles_pay", lambda pattern, T: True)
+    *qkv, g = inputs(1300, B=1, H=1, G=1, D=4)
     wanted, found = naive_sparse_attention(*qkv, patterns), sparse_attention(*qkv, patterns)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     assert_all_close(*(torch.autograd.grad(y, qkv, g) for y in (found, wanted)), tolerance=1e-11)
@@ -175,15 +176,18 @@ def test_flex_attention_has_the_same_masks(name, T, monkeypatch):
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("pattern", [CAUSAL, window(40), window(150, 1), strided(48)], ids=str)
-@pytest.mark.parametrize("T", [1, 128, 400])
+@pytest.mark.parametrize(
+    ("pattern", "T"),
+    [(CAUSAL, 1), (CAUSAL, 300), (window(40), 128), (window(150, 1), 300), (strided(48), 300)],
+    ids=str,
+)
 def test_flex_attention_keeps_documents_apart(pattern, T, monkeypatch):
     """Uncompiled, forward only, as above: documents of 1 to 200 tokens, some of which end with a block."""
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     monkeypatch.setattr(attend, "_flex_attention", lambda: (flex.flex_attention, flex.BlockMask))
     q, k, v = (x.detach() for x in inputs(T, B=3, D=16, dtype=torch.float32)[:3])
     starts = torch.zeros(3, T, dtype=torch.bool)
-    starts[1, [t for t in (0, 1, 128, 200, 384) if t < T]] = starts[2, T - 1] = True
+    starts[1, [t for t in (0, 1, 128, 200, 256) if t < T]] = starts[2, T - 1] = True
     found = attend._by_flex_attention(q, k, v, pattern, starts, scale=16**-0.5)
     torch.testing.assert_close(found, naive_sparse_attention(q, k, v, [pattern], starts), rtol=0, atol=1e-5)
     ours = attend._document_block_mask(pattern, starts)
@@ -195,6 +199,7 @@ def test_flex_attention_keeps_documents_apart(pattern, T, monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_flex_attention_is_compiled_once_for_each_case_of_its_check(monkeypatch):
     """And not again for other documents. With gradients, which need a GPU, it is compiled twice as often."""
     flex = pytest.importorskip("torch.nn.attention.flex_attention")

@@ -204,5 +204,5 @@ def test_what_is_wrong_for_many_steps_or_by_far_is_said_once(capsys, lines, warn
 
 
 def test_a_run_that_diverges_says_so(tiny, capsys):
-    fit(tiny({"optim.max_lr": 10, "max_steps": 40, "eval.every": 40, "checkpoint.every": 40}))
+    fit(tiny({"optim.max_lr": 10, "max_steps": 30, "eval.every": 30, "checkpoint.every": 30, "eval.batches": 1}))
     assert capsys.readouterr().err.count("training diverges; start again with optim.max_lr below 10\n") == 1

@@ -47,6 +47,7 @@ def measure(gpt, windows, tokenizer, micro_batch, world=None):
 
 
 RUNTIME = {"device": "cpu", "dtype": "float64"}
+ON_SPLIT = {"runtime": RUNTIME, "contexts": []}
 
 
 def direct_nats(gpt, tokens):
@@ -109,7 +110,7 @@ def test_evaluation_leaves_the_model_training_and_without_gradients(gpt, val, da
 def test_command_evaluates_n_batches_or_all_and_writes_what_it_prints(tiny, capsys):
     fit(tiny({"runtime.dtype": "float64", "eval.batches": None}))
     run_dir = tiny().run_dir
-    raw = {"checkpoint": str(run_dir), "micro_batch": 3, "runtime": RUNTIME}
+    raw = {"checkpoint": str(run_dir), "micro_batch": 3, **ON_SPLIT}
     run_evaluation(decode(EvaluateConfig, raw | {"batches": 2}))
     assert json.loads((run_dir / "eval.json").read_text())["tokens"] == 2 * 64  # batches of training
 
@@ -124,17 +125,17 @@ def test_command_evaluates_n_batches_or_all_and_writes_what_it_prints(tiny, caps
     assert f"{result['bits_per_byte']:.4f} bits per byte" in out
 
 
-def test_the_training_split_can_be_evaluated(tiny, dataset_dir):
-    fit(tiny({"max_steps": 2}))
-    raw = {"checkpoint": str(tiny().run_dir), "split": "train", "seq_len": 1000, "runtime": RUNTIME}
+def test_the_training_split_can_be_evaluated(run_of, dataset_dir):
+    run_dir = run_of({"max_steps": 2})
+    raw = {"checkpoint": str(run_dir), "split": "train", "seq_len": 1000, **ON_SPLIT}
     run_evaluation(decode(EvaluateConfig, raw))
     tokens = read_manifest(dataset_dir).splits["train"].total.tokens
-    assert json.loads((tiny().run_dir / "eval.json").read_text())["tokens"] == tokens - 1
+    assert json.loads((run_dir / "eval.json").read_text())["tokens"] == tokens - 1
 
 
-def test_a_dataset_of_another_tokenizer_is_refused(tiny, make_dataset, rank_file):
-    fit(tiny({"max_steps": 2}))
+def test_a_dataset_of_another_tokenizer_is_refused(run_of, make_dataset, rank_file):
+    run_dir = run_of({"max_steps": 2})
     other = make_dataset(tokenizer={"name": "gpt2", "path": str(rank_file)})
-    raw = {"checkpoint": str(tiny().run_dir), "dataset_dir": str(other), "runtime": RUNTIME}
+    raw = {"checkpoint": str(run_dir), "dataset_dir": str(other), "runtime": RUNTIME}
     with pytest.raises(UserError, match=r"tokenizer gpt2 \(n_vocab 260\), the model with bytes \(n_vocab 257\)"):
         run_evaluation(decode(EvaluateConfig, raw))

@@ -75,13 +75,14 @@ def test_what_does_not_fit_is_refused(tiny, make_dataset, rank_file, tmp_path):
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["run", "run/checkpoints/step-00000002", "run/checkpoints/latest"])
-def test_the_model_need_not_be_given(tiny_args, command, tmp_path, name):
+def test_the_model_need_not_be_given(tiny_args, command, tmp_path):
     """It is that of init_from, except for what is given, whatever the experiment or the default is."""
     assert command("train", *tiny_args, "stop_at=2").status == 0
     small = [arg for arg in tiny_args if not arg.startswith(("model", "run_dir"))]
-    begun = ["train", *small, "experiment=quickstart", f"run_dir={tmp_path / 'begun'}", f"init_from={tmp_path / name}"]
-    assert "leave out the model" in command(*begun, "model=flagship_1m").err
+    begun = ["train", *small, "experiment=quickstart", f"run_dir={tmp_path / 'begun'}", f"init_from={tmp_path / 'run'}"]
+    for name in ("run", "run/checkpoints/step-00000002", "run/checkpoints/latest"):
+        given = f"init_from={tmp_path / name}"
+        assert "leave out the model" in command(*begun[:-1], given, "model=flagship_1m").err
     assert "has another model: model.n_embd=16 (here: 8); leave" in command(*begun, "model.n_embd=8").err
     assert command(*begun, "model.n_layer=1", "stop_at=2").status == 0
     models = [load_model(tmp_path / run)[0].config for run in ("run", "begun")]

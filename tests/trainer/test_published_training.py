@@ -37,6 +37,7 @@ def trained(gpt, token_ids, training, micro_batch):
     return torch.tensor(steps, dtype=torch.float64).T
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not RECORDED.exists(), reason="needs ../shared/golden/published_training.safetensors")
 def test_200_steps_follow_those_recorded_from_the_published_code():
     with safe_open(RECORDED, "pt") as file:

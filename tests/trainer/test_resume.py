@@ -47,7 +47,8 @@ def test_3_and_3_steps_are_6(command, tiny_args, tmp_path):
 def test_a_run_reads_each_sequence_of_an_epoch_once_and_ends_the_same_whatever_interrupts_it(
     tiny, tmp_path, monkeypatch
 ):
-    changes, read = {"max_steps": 12, "seq_len": 256, "batch_tokens": 4096, "model.attention": {"name": "softmax"}}, []
+    changes, read = {"max_steps": 12, "seq_len": 256, "batch_tokens": 4096, "runtime.micro_batch": 16}, []
+    changes |= {"model.attention": {"name": "softmax"}, "model.position.name": "none", "eval.batches": 1}
     fit(tiny(changes | {"run_dir": tmp_path / "whole"}))
 
     class Recorded(TrainBatches):
@@ -174,7 +175,7 @@ def test_other_changed_settings_are_said(tiny, capsys):
     ]
 
 
-def test_a_run_with_a_damaged_log_goes_on(tiny, tmp_path, capsys, pictures):
+def test_a_run_with_a_damaged_log_goes_on(tiny, tmp_path, capsys):
     fit(tiny({"run_dir": tmp_path / "whole"}))
     fit(tiny({"stop_at": 4}))
     log = tmp_path / "run" / "metrics.jsonl"

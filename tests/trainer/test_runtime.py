@@ -5,6 +5,7 @@ import resource
 from types import SimpleNamespace
 
 import pytest
+import ranks
 import torch
 
 from common.console import say_once
@@ -100,17 +101,17 @@ from trainer.runtime import DeviceConfig, open_runtime
 open_runtime(decode(DeviceConfig, {"device": "cpu", "dtype": "float32"}))
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    tensors = [torch.ones(2**24) for _ in range(2)]  # by default, so large ones always have new pages
+    tensors = [torch.ones(9 * 2**20) for _ in range(2)]  # by default, so large ones always have new pages
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-print(min(faults() for _ in range(12)))  # before it is used again, some of what was freed has to be joined
+print(min(faults() for _ in range(8)))  # before it is used again, some of what was freed has to be joined
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
-def test_memory_that_tensors_free_is_kept_for_the_next(run_process):
-    (child,) = run_process(["-c", FAULTS])
+def test_memory_that_tensors_free_is_kept_for_the_next():
+    (child,) = ranks.run(1, "-c", FAULTS)
     assert child.status == 0, child.err
-    assert int(child.out.split()[-1]) < 2 * 4 * 2**24 // resource.getpagesize() // 8
+    assert int(child.out.split()[-1]) < 2 * 4 * 9 * 2**20 // resource.getpagesize() // 8
 
 
 @pytest.mark.parametrize("fails", [None, "torch.compile"])
@@ -147,7 +148,6 @@ def test_a_compiled_model_is_compared_with_eager(monkeypatch):
     model = compiled.shortened(decode(GPTConfig, MODEL))
     assert '"n_layer": 2' in model
     faked(monkeypatch, "eager")
-    compiled.check("cpu", model, "float32", True)
     compiled.check("cpu", model, "float32", True, recompute="selective", by_block=True, documents=True)
 
     def off(graph, inputs):
@@ -155,7 +155,7 @@ def test_a_compiled_model_is_compared_with_eager(monkeypatch):
 
     torch.compiler.reset()
     faked(monkeypatch, off)
-    for how in ({}, {"recompute": "block", "by_block": True}, {"recompute": "selective", "documents": True}):
+    for how in ({}, {"recompute": "block", "by_block": True, "documents": True}):
         torch.compiler.reset()
         with pytest.raises(Wrong, match=r"^(the loss|the gradient of .*) is off by"):
             compiled.check("cpu", model, "float32", True, **how)

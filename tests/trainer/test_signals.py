@@ -38,21 +38,21 @@ runpy.run_path("train.py", run_name="__main__")
 
 @pytest.fixture
 def args(tiny_args):
-    return [*tiny_args, "runtime.micro_batch=4", "max_steps=200", "checkpoint.every=1000", "eval.every=1000"]
+    return [*tiny_args, "runtime.micro_batch=4", "max_steps=100", "checkpoint.every=1000", "eval.every=1000"]
 
 
 def test_a_signal_ends_the_run_after_its_step_and_the_same_command_goes_on(command, args, tmp_path):
     assert command("train", *args, f"run_dir={tmp_path / 'whole'}").status == 0
     log = tmp_path / "run" / "metrics.jsonl"
     with ranks.started(1, "train.py", *args) as (process,):
-        ranks.wait_until(lambda: ranks.lines_in(log) > 20, "20 steps")
+        ranks.wait_until(lambda: ranks.lines_in(log) > 5, "5 steps")
         os.kill(process.pid, signal.SIGTERM)
         (stopped,) = ranks.finish(process)
     assert stopped.status == AGAIN == 75
     step = open_checkpoint(tmp_path / "run").state.step
-    assert 20 < step < 200
+    assert 5 < step < 100
     assert metrics(tmp_path / "run")[-1]["step"] == step
-    assert f"stopped by SIGTERM: step {step} of 200 is saved" in stopped.out
+    assert f"stopped by SIGTERM: step {step} of 100 is saved" in stopped.out
     assert "a second signal stops at once" in stopped.err
     assert command("train", *args).status == 0
     assert_same_run(tmp_path / "whole", tmp_path / "run")
@@ -112,12 +112,12 @@ def test_a_stop_saves_again_what_could_not_be_saved(tiny, monkeypatch, stopped_a
 def test_a_signal_to_one_process_stops_all_after_the_same_step(args, tmp_path):
     log = tmp_path / "run" / "metrics.jsonl"
     with ranks.started(2, "train.py", *args) as processes:
-        ranks.wait_until(lambda: ranks.lines_in(log) > 20, "20 steps")
+        ranks.wait_until(lambda: ranks.lines_in(log) > 5, "5 steps")
         os.kill(processes[1].pid, signal.SIGUSR1)
         results = ranks.finish(*processes)
     assert [r.status for r in results] == [AGAIN, AGAIN], [r.err for r in results]
     step = newest(tmp_path / "run").name
-    assert f"another process was asked to stop: step {int(step[5:])} of 200 is saved" in results[0].out
+    assert f"another process was asked to stop: step {int(step[5:])} of 100 is saved" in results[0].out
 
 
 @pytest.mark.parametrize("number", STOPPING)
