@@ -132,7 +132,7 @@ def rows_to_sample(draw_from):
     raw = {
         "temperature": draw_from(extremes(0.0, largest, usual=(0.1, 3)) | extremes(least, 1e-30, usual=(least, 1e-40))),
         "repetition_penalty": draw_from(extremes(0.001, 1000.0, usual=(0.5, 2))),
-        "top_k": draw_from(st.none() | st.integers(1, 9) | st.integers(1, 2**70)),
+        "top_k": draw_from(st.none() | st.integers(1, 9) | st.integers(1, 2**63 - 1)),
         "top_p": draw_from(st.none() | extremes(least, 1.0, usual=(0.1, 1))),
         "min_p": draw_from(st.none() | extremes(0.0, 1.0, usual=(0.001, 0.5))),
     }

@@ -30,6 +30,7 @@ AGAIN = "to check again, remove log_gpt/checks/"
 def kept(tmp_path, monkeypatch):
     """The folder of outcomes, empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(checks, "outcomes", dict(checks.outcomes))
     failed_check.cache_clear()
     say_once.cache_clear()
     yield tmp_path / "log_gpt" / "checks"

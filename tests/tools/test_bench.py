@@ -53,6 +53,7 @@ def test_the_published_form_is_skipped_where_its_latents_fill_the_memory(command
     assert "published" not in [row["operator"] for row in rows]
 
 
+@pytest.mark.slow
 def test_launch_parameters_are_timed_beside_those_in_use(command, tmp_path, monkeypatch):
     """Without the interpreter, a CPU is refused in one line."""
     pytest.importorskip("triton")
