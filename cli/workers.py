@@ -15,7 +15,7 @@ from types import FrameType
 
 from common.console import guard_output, say
 from common.exits import AGAIN, leave_at_once
-from common.lock import owned
+from common.files import owned
 from common.settings import UserError
 
 _SECONDS_BETWEEN_LOOKS = 1.0

@@ -1,25 +1,30 @@
-"""Files that are complete or absent: atomic writes, checksums, strict JSON.
+"""Files that are complete or absent: atomic writes, checksums, strict JSON, locks.
 
 Input may come from an untrusted source: only regular files and JSON of bounded size and depth are accepted.
 """
 
+import contextlib
 import errno
+import fcntl
 import hashlib
 import io
 import json
 import os
 import re
 import stat
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from common.console import warn
 from common.settings import UserError
 
 _LARGEST_JSON = 2**28
 _DEEPEST_JSON = 64
+_PAUSE = 0.1  # seconds between two tries to lock
 
 
 def open_file(path: Path) -> io.BufferedReader:
@@ -163,3 +168,36 @@ def make_directory(path: Path, key: str) -> Path:
     if not os.access(path, os.W_OK):
         raise UserError(f"{key}={path} is not writable: choose another folder")
     return path
+
+
+@contextlib.contextmanager
+def owned(path: Path, taken: Callable[[], str | None]) -> Iterator[None]:
+    """Hold the lock on `path`: a folder, or an empty file, which is created if missing. The kernel releases it when
+    its holder dies in any way.
+
+    Args:
+        taken: called while another process holds the lock; returns the message of an error, or None to wait on.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    how = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # NFS locks writable files
+    handle = os.open(path, how, 0o644)
+    try:
+        while not _locked(handle, path):
+            if (message := taken()) is not None:
+                raise UserError(message)
+            time.sleep(_PAUSE)
+        yield
+    finally:
+        os.close(handle)  # this releases the lock too
+
+
+def _locked(handle: int, path: Path) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # a file system without locks
+        warn(f"{path} cannot be locked ({error.strerror}): make sure that no other process writes there")
+    return True

@@ -16,10 +16,9 @@ from torch.nn.functional import gelu, glu, silu
 from common.settings import Settings, values_of, variant_names
 from model.attention import ATTENTION, AttentionConfig
 from model.attention.base import Attention
-from model.layers import Embedding, FusedLinear, Linear, Recompute, recomputing
+from model.layers import Embedding, FusedLinear, Linear, Recompute, gated_linear, recomputing
 from model.ngrams import NGramMemory
 from model.ops.causal_conv import causal_conv, init_conv, no_inputs
-from model.ops.gated_linear import gated_linear
 from model.ops.linear_cross_entropy import capped, summed_loss, token_losses
 from model.ops.ngrams import NGramState
 from model.position import NO_POSITIONS, PositionConfig, Positions

@@ -116,7 +116,7 @@ MUTATIONS = [
     ),
     Mutation(
         "state",
-        "model/ops/linear_attention/chunked.py",
+        "model/ops/linear_attention.py",
         "if state is None:",
         "if True:",
         "linear attention forgets the tokens of earlier calls",

@@ -15,16 +15,14 @@ from common.memory import out_of_memory
 from common.settings import UserError
 from common.words import overrides
 from data.prefetch import Prefetch
-from trainer.announce import announce
+from trainer.announce import TrainingProgress, announce
 from trainer.bad_steps import Symptoms, first_not_finite, in_a_row, why_bad
 from trainer.checkpoint import Saver, newest
 from trainer.config import TrainConfig
-from trainer.curves import RunCurves
+from trainer.curves import RunCurves, draw_losses
 from trainer.distributed import World, join_world
 from trainer.losses import evaluate
 from trainer.metrics import MetricsLog, read_metrics
-from trainer.plot import draw_losses
-from trainer.progress import TrainingProgress
 from trainer.run_dir import check_folder, own_run, write_config, write_or_warn
 from trainer.runtime import Runtime, open_runtime, peak_flops
 from trainer.samples import sample

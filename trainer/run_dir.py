@@ -11,8 +11,7 @@ import torch
 
 from common.commit import git_commit
 from common.console import say, warn
-from common.files import read_json, write_atomic, write_json
-from common.lock import owned
+from common.files import owned, read_json, write_atomic, write_json
 from common.settings import UserError, differences
 from common.words import in_hydras_grammar
 from trainer.distributed import World

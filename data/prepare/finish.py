@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from common.console import say, show_table, warn
-from common.files import make_directory, sync_directory, write_json
-from common.lock import owned
+from common.files import make_directory, owned, sync_directory, write_json
 from common.settings import UserError
 from common.words import overrides
 from data.prepare.inspect import sets_table

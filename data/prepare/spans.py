@@ -34,8 +34,7 @@ from typing import Any, get_args
 import numpy as np
 
 from common.console import count
-from common.files import make_directory, read_json, sync_directory, write_json
-from common.lock import owned
+from common.files import make_directory, owned, read_json, sync_directory, write_json
 from common.settings import Settings, UserError, decode, differences
 from data.prepare.encode import Encoded, Item, Skipped
 from data.prepare.files import some_of

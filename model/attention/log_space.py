@@ -9,8 +9,7 @@ from torch import Tensor
 
 from model.attention.base import Attention, AttentionSettings, Forgetting
 from model.ops.gates import forgotten
-from model.ops.log_attention import LogAttentionState, log_attention, naive_log_attention
-from model.ops.log_attention.signed import split_signs
+from model.ops.log_attention import LogAttentionState, log_attention, naive_log_attention, split_signs
 from model.position import Rotation
 
 _SMALLEST_VALUE = 1e-30  # its product with a weight is still in the range of float32 and bfloat16

@@ -10,7 +10,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from model.attention.base import Forgetting, GroupedSettings, MultiHeadAttention
 from model.attention.cache import SparseCache
-from model.ops.compiling import disable
+from model.ops.custom import disable
 from model.ops.sparse_attention import document_attention, masked_attention, sparse_attention
 from model.ops.sparse_attention.patterns import Pattern, fixed, is_by_distance, pattern_mask, strided, window
 from model.position import last_positions

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.ops.autocast import as_autocast
+from model.ops.custom import as_autocast
 
 
 @torch.no_grad()

@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from common.console import say_once
-from common.files import make_directory, read_json, write_json
-from common.lock import owned
+from common.files import make_directory, owned, read_json, write_json
 from common.settings import UserError
 
 SECONDS = 600.0  # of a check: compiling all variants of a kernel takes some minutes

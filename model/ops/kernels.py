@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from common.console import say_once
-from model.ops.compiling import assume_constant_result
+from model.ops.custom import assume_constant_result
 
 WhyNot = Callable[..., str | None]
 """Returns why a device cannot run the kernels, or None if it can.

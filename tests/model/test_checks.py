@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_inductor_cache
 
 from common.console import say_once
-from common.lock import owned
+from common.files import owned
 from model.ops import checks, log_attention
 from model.ops.checks import Wrong, failed_check, separate_compiled_code
 from model.ops.kernels import _fastest_on_gpu

@@ -10,8 +10,8 @@ from torch.func import grad, jvp, vmap
 from torch.nn.functional import cross_entropy, glu, linear, scaled_dot_product_attention
 
 from model.attention.log_space import LogSpaceConfig
+from model.layers import gated_linear
 from model.ops.causal_conv import causal_conv
-from model.ops.gated_linear import gated_linear
 from model.ops.linear_attention import linear_attention, naive_linear_attention
 from model.ops.linear_cross_entropy import summed_loss, token_losses
 from model.ops.log_attention import log_attention, naive_log_attention

@@ -13,7 +13,7 @@ from gradients import tiles
 from model.attention.base import Decay
 from model.attention.log_space import LogSpaceConfig
 from model.attention.softmax import SoftmaxConfig
-from model.ops.autocast import as_autocast
+from model.ops.custom import as_autocast
 from model.ops.linear_attention import linear_attention, naive_linear_attention
 from model.ops.log_attention import BACKENDS, log_attention, merge_states
 from model.ops.sparse_attention import attend, masked_attention

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import glu, linear
 
-from model.ops.gated_linear import gated_linear
+from model.layers import gated_linear
 
 
 def inputs(dtype=torch.float64):

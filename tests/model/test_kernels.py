@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.console import say_once
-from model.ops import compiling
+from model.ops import custom
 from model.ops import log_attention as operator
 from model.ops.kernels import _fastest_on_gpu
 from model.ops.linear_cross_entropy import summed_loss
@@ -90,12 +90,12 @@ def test_what_is_slow_to_import_is_imported_when_it_is_used():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-@compiling.assume_constant_result
+@custom.assume_constant_result
 def _constant():
     return os.getpid()  # a graph cannot hold this call
 
 
-@compiling.disable
+@custom.disable
 def _not_compiled(x):
     assert not torch.compiler.is_compiling()
     return x + 1

@@ -15,9 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from model.ops import linear_cross_entropy
 from model.ops.checks import Wrong
-from model.ops.linear_cross_entropy import summed_loss, token_losses
+from model.ops.linear_cross_entropy import check, summed_loss, token_losses
 from model.ops.linear_cross_entropy import triton as kernel
-from model.ops.linear_cross_entropy.check import check
 
 OTHERS = [torch.float16, torch.float32, torch.float64]
 by_kernel = partial(summed_loss, backend="triton")

@@ -9,9 +9,8 @@ from gradients import KERNEL, assert_all_close, of_kernel
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model.ops.checks import Wrong
-from model.ops.log_recurrence import _recur, chunked, log_recurrence, naive_log_recurrence
+from model.ops.log_recurrence import _recur, check, chunked, log_recurrence, naive_log_recurrence
 from model.ops.log_recurrence import triton as kernels
-from model.ops.log_recurrence.check import check
 
 OTHERS = [torch.float16, torch.float32, torch.float64]
 by_kernel = partial(log_recurrence, backend="triton")

@@ -9,7 +9,7 @@ import torch
 from printed import assert_one_line, commands_in
 from safetensors.torch import load_file, save_file
 
-from common.lock import owned
+from common.files import owned
 from common.settings import UserError, decode
 from data.tokenizer import BytesConfig, build_tokenizer
 from model.gpt import GPT, GPTConfig

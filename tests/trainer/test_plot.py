@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from common.figures import short_count
-from trainer.curves import Curve, RunCurves
-from trainer.plot import draw_losses
+from trainer.curves import Curve, RunCurves, draw_losses
 
 
 def train(step, loss=3.0):

@@ -6,7 +6,7 @@ import itertools
 import pytest
 from rich.console import Console
 
-from trainer.progress import TrainingProgress
+from trainer.announce import TrainingProgress
 
 
 def line(step, loss, rate=100.0, mfu=None):

@@ -11,7 +11,7 @@ from test_resume import assert_same_run
 
 import trainer.checkpoint
 import trainer.loop
-from common.lock import owned
+from common.files import owned
 from common.settings import UserError
 from data.tokenizer import BytesConfig, build_tokenizer
 from trainer.checkpoint import CheckpointConfig, Saver, checkpoint_path, open_checkpoint

@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from common.console import say
-from common.files import make_directory, write_json
-from common.lock import owned
+from common.files import make_directory, owned, write_json
 from common.settings import UserError, decode
 from data.chat import ChatTokenizer
 from data.tokenizer import Tokenizer

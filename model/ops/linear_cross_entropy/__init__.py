@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
-from model.ops.autocast import as_autocast
-from model.ops.derivatives import refuse_second_order, refuse_transforms
+from model.ops.checks import Tensors, compare
+from model.ops.custom import as_autocast, refuse_second_order, refuse_transforms
 from model.ops.kernels import choose_form
 
 _ITSELF, _OTHER = "summed_loss", "token_losses(...).sum()"
 CHUNK = {"cpu": 2**27, "cuda": 2**30}  # bytes of logits at a time: a GPU needs enough work
 # Plain torch computes them in float32 in this many parts, one after the other: small parts, for a CPU's cache.
 PARTS = {"cpu": 128, "cuda": 16}
+SHAPES = ((1, 1, None), (3, 257, 2.0), (4, 4196, None), (2, 12288, 30.0))
+"""Tokens, vocabulary, cap: vocabularies of less than a block, of one and a part, and of three."""
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
@@ -41,9 +43,7 @@ def token_losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float | None =
     return torch.cat(losses)
 
 
-def _check(dtypes: tuple[str, ...], sizes: tuple[int, ...]) -> Any:
-    from model.ops.linear_cross_entropy.check import check  # only GPUs need it
-
+def _find_check(dtypes: tuple[str, ...], _: tuple[int, ...]) -> Any:
     return check, {"dtype": dtypes[0]}
 
 
@@ -60,7 +60,7 @@ def summed_loss(
     """
     refuse_transforms(_ITSELF, _OTHER, x, weight)
     (x,) = as_autocast(x)
-    backend = choose_form("the loss", backend, [*_FORMS], _check, x)
+    backend = choose_form("the loss", backend, [*_FORMS], _find_check, x)
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return _summed_loss(x, weight, targets, wanted, cap, backend)[0]
 
@@ -162,3 +162,24 @@ def _backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _summed_loss.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def check(device: str, dtype: str) -> None:
+    """Compare the loss by the kernel with that of torch's cross-entropy.
+
+    Raises:
+        Wrong: the loss or a gradient is wrong, or a second run has other bits.
+    """
+    for N, n_vocab, cap in SHAPES:
+        generator = torch.Generator().manual_seed(n_vocab)
+        x, weight = (torch.randn(n, 16, generator=generator).to(device, getattr(torch, dtype)) for n in (N, n_vocab))
+        targets = torch.randint(n_vocab, (N,), generator=generator)
+        targets[1:2] = -1
+
+        def kernel(x: Tensor, weight: Tensor, targets: Tensor = targets, cap: float | None = cap) -> Tensors:
+            return {"the loss": summed_loss(x, weight, targets.to(x.device), cap, backend="triton")}
+
+        def definition(x: Tensor, weight: Tensor, targets: Tensor = targets, cap: float | None = cap) -> Tensors:
+            return {"the loss": token_losses(x, weight, targets.to(x.device), cap).sum()}
+
+        compare(f"{N} x {n_vocab} logits, {cap=}", kernel, definition, {"x": x, "weight": weight})

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.ops.compiling import assume_constant_result
+from model.ops.custom import assume_constant_result
 from model.ops.gates import check_gates
 from model.ops.kernels import choose_form, why_not_triton
 from model.ops.log_attention.chunked import chunked_log_attention
 from model.ops.log_attention.naive import naive_log_attention
-from model.ops.log_attention.signed import join_signs, split_signs
 from model.ops.log_attention.state import LogAttentionState, empty_state, merge_states
 from model.ops.log_attention.step import log_attention_step
 
@@ -23,6 +22,7 @@ __all__ = [
     "merge_states",
     "naive_log_attention",
     "signed_log_attention",
+    "split_signs",
 ]
 
 
@@ -126,6 +126,25 @@ def signed_log_attention(
     log_v = split_signs(log_abs_v, sign_v)
     log_y, after = log_attention(q, k, log_v, causal=causal, state=state, return_state=True, backend=backend)
     return (*join_signs(log_y), after) if return_state else join_signs(log_y)
+
+
+def split_signs(log_abs_v: Tensor, sign_v: Tensor) -> Tensor:
+    """(B, H, S, d_v) twice -> log_v (B, H, S, 2 d_v): positive values, then negative ones; -inf for the others."""
+    has_part = torch.stack([sign_v > 0, sign_v < 0], dim=-2)  # (B, H, S, 2, d_v)
+    return torch.where(has_part, log_abs_v.unsqueeze(-2), -torch.inf).flatten(-2)
+
+
+def join_signs(log_y: Tensor) -> tuple[Tensor, Tensor]:
+    """log |y| and sign of y = exp(positive) - exp(negative), each (..., d_v), from their logarithms (..., 2 d_v).
+
+    Where they cancel exactly, log |y| is -inf, and the sign and the gradient are 0.
+    """
+    positive, negative = log_y.chunk(2, dim=-1)
+    sign = (positive > negative).to(log_y.dtype) - (positive < negative).to(log_y.dtype)
+    nothing = positive == negative
+    larger = torch.maximum(positive, negative).masked_fill(nothing, 0)
+    gap = (torch.minimum(positive, negative) - larger).masked_fill(nothing, -1)  # below 0
+    return (larger + torch.log(-torch.expm1(gap))).masked_fill(nothing, -torch.inf), sign
 
 
 def _check(dtypes: tuple[str, ...], sizes: tuple[int, ...]) -> Any:

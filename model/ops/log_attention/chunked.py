@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from model.ops.derivatives import refuse_second_order, refuse_transforms
+from model.ops.custom import refuse_second_order, refuse_transforms
 from model.ops.gates import log_f_gradient, times
 from model.ops.log_attention import exact
 from model.ops.log_attention.chunks import CHUNK, batches, block_chunks, blocks, write

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.ops.derivatives import refuse_second_order, refuse_transforms
+from model.ops.custom import refuse_second_order, refuse_transforms
 from model.ops.log_attention.chunked import NAMES
 from model.ops.log_attention.chunks import CHUNK
 from model.ops.log_attention.exact import recomputed_tiles

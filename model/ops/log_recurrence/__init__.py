@@ -1,23 +1,36 @@
 """The published model's position encoding: a log-space recurrence with forgetting, for each feature."""
 
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from model.ops.derivatives import refuse_second_order, refuse_transforms
+from model.ops.checks import Tensors, compare
+from model.ops.custom import refuse_second_order, refuse_transforms
 from model.ops.kernels import choose_form
 from model.ops.log_recurrence import chunked
-from model.ops.log_recurrence.naive import naive_log_recurrence
 
 __all__ = ["log_recurrence", "naive_log_recurrence"]
 
 NAMES = "log_recurrence", "naive_log_recurrence"  # the operator, and the form that has all derivatives
 
 
-def _check(dtypes: tuple[str, ...], sizes: tuple[int, ...]) -> Any:
-    from model.ops.log_recurrence.check import check  # only GPUs need it
+def naive_log_recurrence(
+    log_p: Tensor, h: Tensor, *, state: Tensor | None = None, return_state: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """s_t = log(p_t exp(s_{t-1}) + exp(h_t)), s_0 = 0. Arguments and result are those of `log_recurrence`."""
+    dtype, acc = h.dtype, torch.promote_types(h.dtype, torch.float32)
+    s = torch.zeros_like(h[:, 0], dtype=acc) if state is None else state.to(acc)
+    steps = []
+    for log_p_t, h_t in zip(log_p.to(acc).unbind(1), h.to(acc).unbind(1), strict=True):
+        s = torch.logaddexp(log_p_t + s, h_t)
+        steps.append(s)
+    out = torch.stack(steps, dim=1).to(dtype)
+    return (out, s) if return_state else out
 
+
+def _find_check(dtypes: tuple[str, ...], _: tuple[int, ...]) -> Any:
     return check, {"dtype": dtypes[0]}
 
 
@@ -44,7 +57,7 @@ def log_recurrence(
         raise ValueError(f"log_p {tuple(log_p.shape)} and h {tuple(h.shape)} must both be (B, T, D), with T at least 1")
     if state is not None and state.shape != h[:, 0].shape:
         raise ValueError(f"state {tuple(state.shape)} must be (B, D) = {tuple(h[:, 0].shape)}")
-    backend = choose_form("the log recurrence", backend, ("naive", "chunked", "triton"), _check, h)
+    backend = choose_form("the log recurrence", backend, ("naive", "chunked", "triton"), _find_check, h)
     if backend == "naive":
         return naive_log_recurrence(log_p, h, state=state, return_state=return_state)
     refuse_transforms(*NAMES, log_p, h, state)
@@ -103,3 +116,26 @@ def _backward(ctx: Any, g_s: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _recur.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def check(device: str, dtype: str) -> None:
+    """Compare the kernels with the definition, for one token and for two blocks or more of tokens and features.
+
+    Triton compiles other code for multiples of 16, and h is a half of a wider tensor, as in the model.
+
+    Raises:
+        Wrong: a result or a gradient is wrong, or a second run has other bits.
+    """
+    for B, T, D in ((2, 1, 1), (1, 65, 35), (2, 64, 48)):
+        generator = torch.Generator().manual_seed(T)
+        log_p, h = torch.rand(B, T, 2 * D, generator=generator).to(device, getattr(torch, dtype)).chunk(2, dim=-1)
+        leaves = {"log_p": log_p.neg(), "h": h, "state": h[:, 0].float() - 1}
+        leaves["log_p"][:, T // 2] = -torch.inf
+        kernels, definition = (partial(recur, backend) for backend in ("triton", "naive"))
+        compare(f"{T} tokens", kernels, definition, leaves)
+
+
+def recur(backend: str, /, log_p: Tensor, h: Tensor, state: Tensor) -> Tensors:
+    """The recurrence as a function of the leaves."""
+    s, after = cast(tuple[Tensor, Tensor], log_recurrence(log_p, h, state=state, return_state=True, backend=backend))
+    return {"s": s, "the state": after}

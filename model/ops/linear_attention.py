@@ -1,16 +1,16 @@
-"""Linear attention in linear time: masked scores within a chunk of tokens, a state between chunks.
+"""Linear attention (Katharopoulos et al. 2020), whose weights are products of positive features, in linear time.
 
-Memory is linear too: there are T x C scores for chunks of C tokens, and a state of d x d_v for every chunk. Autograd
-computes the gradients.
+There are masked scores within a chunk of tokens, and a state between chunks. Memory is linear too: there are T x C
+scores for chunks of C tokens, and a state of d x d_v for every chunk. Autograd computes the gradients.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import elu, pad
 
-from model.ops.gates import NO_GATES, check_gates, gates_of, times
+from model.ops.gates import NO_GATES, check_gates, forgotten, gates_of, times
 from model.ops.log_attention.chunks import CHUNK
 from model.ops.running_sum import running_sum
 
@@ -22,6 +22,19 @@ class LinearAttentionState(NamedTuple):
     """(B, H, d, d_v): sum_j phi(k_j) v_j^T, float32 or float64."""
     z: Tensor
     """(B, H, d): sum_j phi(k_j), float32 or float64."""
+
+
+def naive_linear_attention(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None = None) -> Tensor:
+    """Katharopoulos et al. 2020 (arXiv 2006.16236), eqs. 7 and 8, literally: the definition, with T x T weights.
+
+        y_i = sum_{j <= i} phi(q_i)^T phi(k_j) v_j / sum_{j <= i} phi(q_i)^T phi(k_j),    phi(x) = elu(x) + 1
+
+    Shapes and result are those of `linear_attention`. With gates, a pair's weight is multiplied by what is kept.
+    """
+    weights = ((elu(q) + 1) @ (elu(k) + 1).mT).tril()  # (B, H, T, T)
+    if log_f is not None:
+        weights = weights * forgotten(log_f).squeeze(-1).exp()
+    return weights @ v / weights.sum(-1, keepdim=True)
 
 
 def linear_attention(

@@ -1,0 +1,71 @@
+"""What operators of our own need of torch: its autocast, errors for derivatives that they lack, and torch.compile.
+
+Autocast does not reach inside custom operators, and their backward passes run outside of it. They drop forward-mode
+tangents, and the result of a backward pass without a graph is constant for second derivatives: torch would take both
+derivatives to be zero, without an error. The decorators of torch.compiler would import torch._dynamo, which takes two
+seconds in every command.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch._compile import _disable_dynamo
+from torch.autograd import forward_ad
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def assume_constant_result(function: F) -> F:
+    """Do what torch.compiler.assume_constant_result does."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def disable(function: F) -> F:
+    """Do what torch.compiler.disable does; torch._dynamo is imported at the first call."""
+    return _disable_dynamo(function)  # type: ignore[return-value]
+
+
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast to the type in which autocast computes matrix products; no-op without autocast, or in float64."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
+
+
+def refuse_transforms(operator: str, instead: str, *tensors: Tensor | None) -> None:
+    """Raise if a tensor has a forward-mode tangent or is differentiated by torch.func. Call it before the operator.
+
+    Args:
+        operator: name for the message.
+        instead: the form that supports all derivatives.
+
+    Raises:
+        NotImplementedError: one line.
+    """
+    if not torch.compiler.is_compiling() and any(_is_transformed(x) for x in tensors if x is not None):
+        raise NotImplementedError(
+            f"{operator} has no forward-mode derivatives and none by torch.func: use {instead} for these"
+        )
+
+
+def refuse_second_order(operator: str, instead: str) -> None:
+    """Raise if the gradients must have a graph (create_graph=True). Call it in the backward pass.
+
+    Raises:
+        NotImplementedError: one line.
+    """
+    if torch.is_grad_enabled():
+        raise NotImplementedError(f"{operator} has no second derivatives (create_graph=True): use {instead} for these")
+
+
+def _is_transformed(x: Tensor) -> bool:
+    while _functorch.is_functorch_wrapped_tensor(x):
+        if _functorch.is_gradtrackingtensor(x):  # in grad, vjp or jvp
+            return True
+        x = _functorch.get_unwrapped(x)  # vmap has no derivatives
+    return forward_ad.unpack_dual(x).tangent is not None
