@@ -15,21 +15,16 @@ from trainer.transfer import ratios
 _JUMP = 0.1  # a rise of the learning rate by so much of its maximum costs loss
 
 
-def announce(run: Run, last: tuple[int, float] | None = None) -> None:
-    """Print what will be trained, and warn if the learning rate does not go on as it was.
+def announce(run: Run, last: tuple[int, float] | None) -> None:
+    """Print what will be trained, and warn if the learning rate does not go on as it was, as with another max_steps.
 
     Args:
         last: the last step of a run that goes on, and its learning rate.
     """
-    for line in start_lines(run):
-        say(line)
-    if last is not None:
-        _compare_rates(run, *last)
-
-
-def _compare_rates(run: Run, step: int, before: float) -> None:
-    """Warn if the learning rate does not go on from what it was in `step`, as with another max_steps."""
-    config, schedule = run.config, run.config.schedule
+    say("\n".join(start_lines(run)))
+    if last is None:
+        return
+    config, schedule, (step, before) = run.config, run.config.schedule, last
     again, now = (config.optim.max_lr * schedule.factor(n, config.max_steps) for n in (step - 1, run.state.step))
     if not math.isclose(before, again, rel_tol=1e-6):
         rates = f"the learning rate goes from {before:.3g} (step {step}) to {now:.3g} (step {run.state.step + 1})"

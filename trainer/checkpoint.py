@@ -453,21 +453,11 @@ class Saver:
             return
         if not isinstance(error, OSError):
             raise error
-        why = getattr(error, "strerror", None) or error
-        problem = f"the save after step {self._step} failed ({why}); earlier checkpoints are whole"
+        problem = f"the save after step {self._step} failed ({error.strerror or error}); earlier checkpoints are whole"
         if last or self._config.on_error == "stop":
             hint = "" if last else ", or use checkpoint.on_error=continue to keep training"
             raise UserError(f"{problem}: fix that, and run the same command again{hint}")
         warn(f"{problem}; training continues, and the next save tries again")
-
-    def finish(self) -> None:
-        """Wait for the last save.
-
-        Raises:
-            UserError: it failed. checkpoint.on_error does not matter here, because there is no next save.
-        """
-        self.wait()
-        self.check(last=True)
 
     def wait(self) -> None:
         """Wait until nothing is being written, even if the save fails."""
@@ -489,5 +479,5 @@ class Saver:
             retain(self._run_dir, state, self._config, self._damaged)
             self._damaged.clear()
             self.saved_step = state.step
-        except BaseException as error:  # `check` and `finish` raise it
+        except BaseException as error:  # `check` raises it
             self._error = error

@@ -309,7 +309,8 @@ def _open_files(run: Run) -> Iterator[tuple[Records, Saver]]:
     try:
         yield records, saver
         world.leave()
-        saver.finish()
+        saver.wait()
+        saver.check(last=True)
     except BaseException as error:
         world.leave(error)
         saver.wait()

@@ -10,6 +10,7 @@ from torch import Tensor
 from model.attention.base import Attention, AttentionSettings, Forgetting
 from model.ops.gates import forgotten
 from model.ops.log_attention import LogAttentionState, log_attention, naive_log_attention, split_signs
+from model.ops.log_attention.state import empty_state
 from model.position import Rotation
 
 _SMALLEST_VALUE = 1e-30  # its product with a weight is still in the range of float32 and bfloat16
@@ -88,10 +89,8 @@ class LogSpaceAttention(Attention):
         return cast(Tensor, naive_log_attention(q, k, v, log_f))
 
     def empty(self, B: int, device: torch.device) -> LogAttentionState:
-        dtype = torch.promote_types(self.qkv.weight.dtype, torch.float32)
-        shape = B, self.n_head, self.state_features, self.signs * self.d_val
-        log_s = torch.full(shape, -torch.inf, dtype=dtype, device=device)
-        return LogAttentionState(log_s, log_s[..., 0].clone())
+        x = torch.empty(B, self.n_head, 0, 1, dtype=self.qkv.weight.dtype, device=device)
+        return empty_state(x.expand(-1, -1, -1, self.state_features), x.expand(-1, -1, -1, self.signs * self.d_val))
 
     def flops_per_token(self, seq_len: int) -> int:
         return self.chunked_flops(seq_len, self.state_features, self.signs * self.d_val)

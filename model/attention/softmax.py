@@ -15,8 +15,7 @@ from common.console import say_once
 from common.settings import UserError
 from model.attention.base import Forgetting, GroupedSettings, MultiHeadAttention
 from model.attention.cache import attend_to_all
-from model.ops.custom import assume_constant_result
-from model.ops.running_sum import running_sum
+from model.ops.custom import assume_constant_result, running_sum
 from model.ops.sparse_attention import forgetting_attention, masked_attention
 
 _KERNELS = {

@@ -3,7 +3,7 @@
 Autocast does not reach inside custom operators, and their backward passes run outside of it. They drop forward-mode
 tangents, and the result of a backward pass without a graph is constant for second derivatives: torch would take both
 derivatives to be zero, without an error. The decorators of torch.compiler would import torch._dynamo, which takes two
-seconds in every command.
+seconds in every command. On GPUs, torch.cumsum has other bits every time.
 """
 
 from collections.abc import Callable
@@ -69,3 +69,14 @@ def _is_transformed(x: Tensor) -> bool:
             return True
         x = _functorch.get_unwrapped(x)  # vmap has no derivatives
     return forward_ad.unpack_dual(x).tangent is not None
+
+
+def running_sum(x: Tensor, dim: int) -> Tensor:
+    """torch.cumsum; on GPUs with deterministic algorithms, where torch refuses it, log2(length) additions."""
+    if x.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
+        return x.cumsum(dim)
+    length, step = x.shape[dim], 1
+    while step < length:
+        first, rest = x.narrow(dim, 0, step), x.narrow(dim, step, length - step)
+        x, step = torch.cat([first, rest + x.narrow(dim, 0, length - step)], dim), 2 * step
+    return x

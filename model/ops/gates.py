@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model.ops.running_sum import running_sum
+from model.ops.custom import running_sum
 
 HEAD_REACH = {torch.float32: 1e8, torch.float64: 500.0}
 """The most that a head may forget in a chunk: beyond, it is computed again (log_attention/exact.py)."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import elu, pad
 
+from model.ops.custom import running_sum
 from model.ops.gates import NO_GATES, check_gates, forgotten, gates_of, times
 from model.ops.log_attention.chunks import CHUNK
-from model.ops.running_sum import running_sum
 
 
 class LinearAttentionState(NamedTuple):

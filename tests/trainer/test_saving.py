@@ -66,7 +66,8 @@ def test_training_goes_on_while_the_weights_of_before_are_written(saver, state, 
     weight.zero_()
     assert not checkpoint_path(tmp_path, 1).parent.exists()
     gate.set()
-    saver.finish()
+    saver.wait()
+    saver.check(last=True)
     assert torch.equal(stored(tmp_path, 1), torch.arange(6.0).view(2, 3).T)
 
 
@@ -79,7 +80,8 @@ def test_the_next_save_waits_for_the_last(saver, state, tmp_path, gate):
     assert second.is_alive()
     gate.set()
     second.join(60)
-    saver.finish()
+    saver.wait()
+    saver.check(last=True)
     assert [stored(tmp_path, step).tolist() for step in (1, 2)] == [[0] * 3, [2] * 3]
 
 

@@ -11,9 +11,8 @@ from model.ops.custom import assume_constant_result
 from model.ops.gates import check_gates
 from model.ops.kernels import choose_form, why_not_triton
 from model.ops.log_attention.chunked import chunked_log_attention
-from model.ops.log_attention.naive import naive_log_attention
+from model.ops.log_attention.naive import log_attention_step, naive_log_attention
 from model.ops.log_attention.state import LogAttentionState, empty_state, merge_states
-from model.ops.log_attention.step import log_attention_step
 
 __all__ = [
     "BACKENDS",

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from model.ops.custom import running_sum
 from model.ops.log_attention.chunks import CHUNK, split
 from model.ops.log_attention.exponentials import CERTAIN, Inputs, finite
-from model.ops.running_sum import running_sum
 
 _LARGEST = 2**24  # elements of a temporary
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from model.ops.custom import running_sum
 from model.ops.gates import HEAD_REACH, NO_GATES, Gates, gates_of, resets_of, without
 from model.ops.log_attention.chunks import CHUNK, maxima, split
-from model.ops.running_sum import running_sum
 
 LN2 = math.log(2)
 # ln 2 in two parts: the first has 4 bits, so that its multiples below FAR are exact in float32.

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from model.ops.custom import as_autocast, disable, refuse_second_order, refuse_transforms
+from model.ops.custom import as_autocast, disable, refuse_second_order, refuse_transforms, running_sum
 from model.ops.kernels import choose_form
-from model.ops.running_sum import running_sum
 from model.ops.sparse_attention.patterns import (
     CAUSAL,
     Pattern,
