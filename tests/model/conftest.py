@@ -23,7 +23,8 @@ def kernel_resources(run_process):
 
 @pytest.fixture
 def eager_flex(monkeypatch):
-    """FlexAttention without compilation, and on CPUs with its backward pass, which torch leaves to GPUs."""
+    """torch's module of FlexAttention, without compilation, and on CPUs with its backward pass, which is for GPUs."""
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
     monkeypatch.setattr(attend, "_flex_attention", lambda: (flex.flex_attention, flex.BlockMask))
+    return flex

@@ -12,6 +12,10 @@ KERNEL = [
     pytest.mark.skipif(simulated_gpu.ASKED_FOR, reason="Triton's interpreter does not take its tensors"),
 ]
 
+FAST_SLOW = ["chunked", pytest.param("triton", marks=pytest.mark.slow)]  # triton's interpreter takes seconds
+FORMS_SLOW = [("chunked", True), ("chunked", False), pytest.param("triton", True, marks=pytest.mark.slow)]
+"""Backend and whether attention is causal."""
+
 
 def of_kernel(test):
     for mark in KERNEL:

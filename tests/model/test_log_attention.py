@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gradients import assert_all_close, tiles
+from gradients import FAST_SLOW, FORMS_SLOW, assert_all_close, tiles
 from safetensors.torch import load_file
 from torch.profiler import ProfilerActivity, profile
 
@@ -21,10 +21,6 @@ from model.ops.log_attention import (
 from model.ops.log_attention.chunks import CHUNK
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "published_log_attention.safetensors"
-FAST_SLOW = ["chunked", pytest.param("triton", marks=pytest.mark.slow)]  # triton's interpreter takes seconds
-
-FORMS_SLOW = [("chunked", True), ("chunked", False), pytest.param("triton", True, marks=pytest.mark.slow)]
-"""Backend and whether attention is causal."""
 
 
 @functools.cache

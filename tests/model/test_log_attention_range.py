@@ -8,13 +8,12 @@ import math
 import gradients
 import pytest
 import torch
+from gradients import FAST_SLOW, FORMS_SLOW
 
 from model.ops.log_attention import BACKENDS, LogAttentionState, log_attention, naive_log_attention
 
 FAST = [name for name in BACKENDS if name != "naive"]
-FAST_SLOW = ["chunked", pytest.param("triton", marks=pytest.mark.slow)]  # triton's interpreter takes seconds
 FORMS = [("chunked", True), ("chunked", False), ("triton", True)]
-FORMS_SLOW = [("chunked", True), ("chunked", False), pytest.param("triton", True, marks=pytest.mark.slow)]
 """Backend and whether attention is causal."""
 
 

@@ -158,16 +158,14 @@ def test_patterns_that_are_plainly_causal_are_known(pattern, T, causal):
 @pytest.mark.parametrize("T", [128, 300])
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.slow
-def test_flex_attention_has_the_same_masks(name, T, monkeypatch):
+def test_flex_attention_has_the_same_masks(name, T, eager_flex):
     """As far as it runs without a GPU: uncompiled, forward only. Its block mask equals torch's."""
-    flex = pytest.importorskip("torch.nn.attention.flex_attention")
-    monkeypatch.setattr(attend, "_flex_attention", lambda: (flex.flex_attention, flex.BlockMask))
     q, k, v = (x.detach() for x in inputs(T, B=1, D=16, dtype=torch.float32)[:3])
     for pattern in dict.fromkeys(PATTERNS[name][0]):
         found = attend._by_flex_attention(q, k, v, pattern)
         torch.testing.assert_close(found, naive_sparse_attention(q, k, v, [pattern]), rtol=0, atol=1e-5)
         ours = attend._block_mask(pattern, T, q.device)
-        torchs = flex.create_block_mask(ours.mask_mod, None, None, T, T, device="cpu")
+        torchs = eager_flex.create_block_mask(ours.mask_mod, None, None, T, T, device="cpu")
         assert ours.shape == torchs.shape
         for part in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
             assert torch.equal(getattr(ours, part), getattr(torchs, part))
@@ -181,17 +179,15 @@ def test_flex_attention_has_the_same_masks(name, T, monkeypatch):
     [(CAUSAL, 1), (CAUSAL, 300), (window(40), 128), (window(150, 1), 300), (strided(48), 300)],
     ids=str,
 )
-def test_flex_attention_keeps_documents_apart(pattern, T, monkeypatch):
+def test_flex_attention_keeps_documents_apart(pattern, T, eager_flex):
     """Uncompiled, forward only, as above: documents of 1 to 200 tokens, some of which end with a block."""
-    flex = pytest.importorskip("torch.nn.attention.flex_attention")
-    monkeypatch.setattr(attend, "_flex_attention", lambda: (flex.flex_attention, flex.BlockMask))
     q, k, v = (x.detach() for x in inputs(T, B=3, D=16, dtype=torch.float32)[:3])
     starts = torch.zeros(3, T, dtype=torch.bool)
     starts[1, [t for t in (0, 1, 128, 200, 256) if t < T]] = starts[2, T - 1] = True
     found = attend._by_flex_attention(q, k, v, pattern, starts, scale=16**-0.5)
     torch.testing.assert_close(found, naive_sparse_attention(q, k, v, [pattern], starts), rtol=0, atol=1e-5)
     ours = attend._document_block_mask(pattern, starts)
-    torchs = flex.create_block_mask(ours.mask_mod, 3, None, T, T, device="cpu")
+    torchs = eager_flex.create_block_mask(ours.mask_mod, 3, None, T, T, device="cpu")
     assert torch.equal(ours.full_kv_num_blocks, torchs.full_kv_num_blocks)
     assert bool((ours.to_dense() >= torchs.to_dense()).all())
     if pattern in (CAUSAL, window(40)):  # those with gaps may have blocks whose visible pairs are of two documents

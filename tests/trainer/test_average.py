@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_resume import assert_same_run, metrics
+from test_resume import metrics
 
 from common.settings import UserError, decode
 from model.gpt import GPT
@@ -66,13 +66,6 @@ def test_a_run_has_the_same_weights_and_their_means(tiny, tmp_path):
             torch.testing.assert_close(mean, expected[name], rtol=1e-12, atol=1e-15)
     losses = [[line["loss"] for line in metrics(tmp_path / name) if "loss" in line] for name in ("run", "plain")]
     assert losses[0] == losses[1]
-
-
-def test_an_average_goes_on_to_the_bit(tiny, tmp_path):
-    fit(tiny(AVERAGED | {"run_dir": tmp_path / "whole"}))
-    fit(tiny(AVERAGED | {"stop_at": 3}))
-    fit(tiny(AVERAGED))
-    assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
 @pytest.fixture

@@ -37,13 +37,6 @@ def snapshot(folder):
     return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
 
 
-def test_3_and_3_steps_are_6(command, tiny_args, tmp_path):
-    """Another run comes between the two, as a new process would: torch's random state is a different one."""
-    for options in (["stop_at=3"], [f"run_dir={tmp_path / 'whole'}"], []):
-        assert command("train", *tiny_args, *options).status == 0
-    assert_same_run(tmp_path / "whole", tmp_path / "run")
-
-
 def test_a_run_reads_each_sequence_of_an_epoch_once_and_ends_the_same_whatever_interrupts_it(
     tiny, tmp_path, monkeypatch
 ):

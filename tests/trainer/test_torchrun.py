@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import ranks
+from faults import metrics
 from safetensors.torch import load_file
 
 from trainer.checkpoint import newest
@@ -17,15 +18,11 @@ def args(tiny_args):
     return [*tiny_args, "max_steps=10", "runtime.micro_batch=1", "checkpoint.every=5", "eval.every=5"]
 
 
-def read_lines(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def assert_same_steps(a, b, tolerance):
     """Line for line the same run, its numbers at most `tolerance` apart."""
-    for one, two in zip(read_lines(a), read_lines(b), strict=True):
+    for one, two in zip(metrics(a), metrics(b), strict=True):
         assert one.keys() == two.keys()
-        for key in one.keys() - {"tokens_per_second", "mfu"}:
+        for key in one:
             scale = max(1, one[key]) if key == "grad_norm" else 1
             assert one[key] == pytest.approx(two[key], rel=0, abs=scale * tolerance), (one["step"], key)
 
