@@ -12,7 +12,6 @@ from common.words import in_hydras_grammar, refuse_flag, source_for
 DEFAULTS = re.compile(r"^defaults:\n( .*\n)*", re.MULTILINE)
 """Hydra's list of the files that a file of configs/ is based on."""
 _OF_DATA = ("data", "tokenizer")
-_CLOSING = {"[": "]", "{": "}", "(": ")"}
 _ABSENT = {
     "batch_size": "the size of a batch is batch_tokens, in tokens: sequences x seq_len",
     "do_sample": "temperature=0 takes the most likely token, and every other temperature samples",
@@ -185,26 +184,10 @@ def as_text(option: str) -> str:
     """Quote the value of an option that Hydra's grammar cannot read, such as checkpoint=runs/sweep/seed=1.
 
     Raises:
-        UserError: a bracket or a quote is not closed, or the key is not valid.
+        UserError: the value begins with a bracket or a quote, so it is no text, or the key is not valid.
     """
     key, _, value = option.partition("=")
-    if missing := _unclosed(value):
-        raise UserError(f"{option} lacks a {missing} at its end: write '{option}{missing}'")
-    if value[:1] in ("'", '"', *_CLOSING) or not re.fullmatch(r"[+~]{0,2}[\w./@-]+", key):
-        raise UserError(f"cannot read the option {option}: write KEY=VALUE, and a text as 'KEY=\"...\"'")
+    if re.match("['\"[{(]", value) or not re.fullmatch(r"[+~]{0,2}[\w./@-]+", key):
+        what = f"cannot read the option {option}: write KEY=VALUE, close brackets and quotes"
+        raise UserError(f"{what}, and write a text as 'KEY=\"...\"'")
     return f"{key}={in_hydras_grammar(value)}"
-
-
-def _unclosed(value: str) -> str:
-    """Return the brackets, or the quote, that would close those that are open at the end of a value."""
-    if value[:1] in ("'", '"'):
-        return "" if value.count(value[0]) > 1 else value[0]
-    missing = ""
-    for character in value:
-        if character in _CLOSING:
-            missing = _CLOSING[character] + missing
-        elif character in _CLOSING.values():
-            if not missing.startswith(character):
-                return ""
-            missing = missing[1:]
-    return missing

@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
@@ -12,7 +11,6 @@ from rich.text import Text
 from common.console import say, show_table
 from common.figures import png
 
-_MOST_BARS = 30
 _FIRST_POSITION = 16  # beside long contexts: the loss of the first tokens is so high that it would flatten the rest
 
 
@@ -47,26 +45,16 @@ def _number(value: float | None, digits: int = 4) -> str:
 
 
 def draw_evaluation(result: dict[str, Any], trained_on: int) -> bytes:
-    """A PNG: loss by position and by context, and by set if there are several.
+    """A PNG: the loss and its error at each position, in windows and in contexts, and the mean over each context.
 
     Args:
         result: the content of eval.json.
         trained_on: tokens of a training sequence.
     """
-    sets = list(result["sets"].items())[:_MOST_BARS]
-    heights = [4.5] + [1.2 + 0.28 * len(sets)] * (len(sets) > 1)
-    figure = Figure(figsize=(8, sum(heights)))
-    grid = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)
-    _draw_positions(grid[0, 0], result, trained_on)
-    if len(sets) > 1:
-        _draw_sets(grid[1, 0], sets, result["loss"])
+    figure = Figure(figsize=(8, 4.5))
+    axes = figure.add_subplot()
     title = f"{result['run']} {result['checkpoint']} on {result['dataset_dir']} ({result['split']})"
     figure.suptitle(f"loss {_number(result['loss'], 4)} nats per token: {title}")
-    return png(figure)
-
-
-def _draw_positions(axes: Axes, result: dict[str, Any], trained_on: int) -> None:
-    """The loss at each position, in windows and in contexts of each length, the mean of each context, and errors."""
     lines = {f"windows of {result['seq_len']:,} tokens": result["by_position"]}
     lines |= {f"contexts of {row['context']:,} tokens": row["by_position"] for row in result["contexts"]}
     first = _FIRST_POSITION if result["contexts"] else 0
@@ -87,16 +75,4 @@ def _draw_positions(axes: Axes, result: dict[str, Any], trained_on: int) -> None
     without = f" (the first {first} are left out)" if first else ""
     axes.set(xlabel=f"tokens read so far{without}", ylabel="loss (nats per token), and its standard error")
     axes.legend()
-
-
-def _draw_sets(axes: Axes, sets: list[tuple[str, dict[str, Any]]], mean: float | None) -> None:
-    worst_last = sorted(sets, key=lambda item: item[1]["loss"] or 0)
-    names = [name for name, _ in worst_last]
-    drawn = axes.barh(names, [row["loss"] or 0 for _, row in worst_last], color="C0")
-    labels = [_number(row["loss"], 3) for _, row in worst_last]
-    axes.bar_label(drawn, labels, label_type="center", color="white", fontsize=9)
-    axes.axvline(mean or 0, color="C7", linestyle="--")
-    axes.margins(x=0.02, y=0.02)
-    axes.set_xlabel("loss (nats per token)")
-    axes.set_title(f"The {len(sets)} largest sets; dashed: all text")
-    axes.grid(axis="y", visible=False)
+    return png(figure)

@@ -104,12 +104,9 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
     contexts = config.contexts
     if contexts is None:
         contexts = [context for context in _CONTEXTS if context <= longest]
-    limit = f"model's {max_len} learned positions"
-    if max_len is None or longest < max_len:
-        limit = f"{stream.n_tokens} tokens of split '{stream.split}'"
-    for key, length in [*(("contexts", context) for context in contexts), ("seq_len", config.seq_len or 0)]:
+    for key, length in (("contexts", max(contexts, default=0)), ("seq_len", config.seq_len or 0)):
         if length > longest:
-            raise UserError(f"{key}={length} is longer than the {limit}: lower it")
+            raise UserError(f"{key}={length} is longer than text or learned positions, {longest} tokens: lower it")
     rows = max(1, state.batch_tokens // seq_len)
     windows = EvalBatches(stream, seq_len, config.batches and config.batches * rows, config.stride)
     if not windows.has_targets:

@@ -3,4 +3,4 @@
 from cli import command
 
 if __name__ == "__main__":
-    command("plan", "tools.plan.report:run_plan", "tools.plan.plan:PlanConfig", text_keys=("eval.prompt",))
+    command("plan", "tools.plan:run_plan", "tools.plan:PlanConfig", text_keys=("eval.prompt",))

@@ -3,4 +3,4 @@
 from cli import command
 
 if __name__ == "__main__":
-    command("scaling", "tools.scaling.report:run", text_keys=("ladder", "folders"))
+    command("scaling", "tools.scaling:run", text_keys=("ladder", "folders"))

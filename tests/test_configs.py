@@ -13,9 +13,9 @@ from data.prepare.dataset import PrepareConfig
 from inference.evaluate import EvaluateConfig
 from inference.harness import HarnessConfig
 from inference.sample import SampleConfig
-from inference.server.config import ServeConfig
+from inference.server.protocol import ServeConfig
 from model.gpt import GPT
-from tools.plan.plan import PlanConfig
+from tools.plan import PlanConfig
 from trainer.config import TrainConfig
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"

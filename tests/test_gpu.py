@@ -15,8 +15,8 @@ from model.gpt import GPT, GPTConfig
 from model.ops import checks
 from model.ops.sparse_attention import document_attention, naive_sparse_attention, sparse_attention
 from model.ops.sparse_attention.patterns import CAUSAL, fixed, longformer, strided, window
+from tools import doctor
 from tools.bench.harness import composed
-from tools.doctor import examine
 from trainer.checkpoint import load_model, newest
 from trainer.config import TrainConfig
 from trainer.loop import fit
@@ -131,7 +131,7 @@ def test_flex_attention_keeps_documents_apart(pattern, T):
 def test_what_auto_would_use_passes_its_check():
     """Attention, FlexAttention, the loss, the log recurrence and graphs, in the types and sizes of the 125M models."""
     with suspended():
-        examine.use_operators(open_runtime(decode(TrainConfig, composed(examine.FLAGSHIP)).runtime))
+        doctor.use_operators(open_runtime(decode(TrainConfig, composed(doctor.FLAGSHIP)).runtime))
     assert len(checks.outcomes) >= 5
     assert [why for why in checks.outcomes.values() if why] == []
 

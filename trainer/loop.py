@@ -14,7 +14,7 @@ from common.files import make_directory
 from common.memory import out_of_memory
 from common.settings import UserError
 from common.words import overrides
-from data.prefetch import Prefetch
+from data.loader import Prefetch
 from trainer.announce import TrainingProgress, announce
 from trainer.bad_steps import Symptoms, first_not_finite, in_a_row, why_bad
 from trainer.checkpoint import Saver, newest

@@ -53,19 +53,6 @@ class Source(Settings):
         """Whether its documents are conversations, for which the tokenizer needs markers."""
         return False
 
-    def inputs(self) -> dict[str, int | None]:
-        """Return the names of all inputs in reading order, with their sizes in bytes; None if a size is not known."""
-        raise NotImplementedError
-
-    def documents(
-        self, seen: Seen = lambda _: None, after: Position | None = None, inputs: Sequence[str] | None = None
-    ) -> Iterator[Raw]:
-        """Yield the items of all or some inputs in a fixed order, or those after a position.
-
-        An unreadable part is an item too.
-        """
-        raise NotImplementedError
-
     def parse(self, raw: Raw) -> Document:
         """Turn an item of `documents` into a document.
 
@@ -95,6 +82,10 @@ class Source(Settings):
 class FileSource(Source):
     """A source that reads files, one after the other."""
 
+    def inputs(self) -> dict[str, int | None]:
+        """Return the names of all inputs in reading order, with their sizes in bytes; None if a size is not known."""
+        raise NotImplementedError
+
     def path_of(self, name: str) -> Path:
         """Return the file with a name in `inputs`."""
         raise NotImplementedError
@@ -110,7 +101,10 @@ class FileSource(Source):
     def documents(
         self, seen: Seen = lambda _: None, after: Position | None = None, inputs: Sequence[str] | None = None
     ) -> Iterator[Raw]:
-        """Read files in order. Files before `after` are not opened. The file of `after` is read from its start."""
+        """Yield the items of all or some inputs in order, or those after a position. An unreadable part is an item too.
+
+        Files before `after` are not opened. The file of `after` is read from its start.
+        """
         names = list(self.inputs() if inputs is None else inputs)
         start = names.index(after.input) if after else 0
         seen(sum(_size(self.path_of(name)) for name in names[:start]))

@@ -20,8 +20,7 @@ from common.settings import UserError, decode, nearest
 from data.chat import ChatTokenizer
 from data.tokenizer import Tokenizer
 from inference.generation import Generation, Update
-from inference.server.config import ServeConfig
-from inference.server.protocol import KEYS, ChatRequest, CompletionRequest, requests_of
+from inference.server.protocol import KEYS, ChatRequest, CompletionRequest, ServeConfig, requests_of
 from inference.server.responses import ApiError, ChatResponse, CompletionResponse
 from inference.server.worker import Worker
 

@@ -13,9 +13,9 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, WithJsonSc
 from common.settings import Settings, UserError
 from data.chat import ChatTokenizer, parse_message
 from data.tokenizer import Tokenizer
+from inference.load import ModelConfig
 from inference.prefill import Request
 from inference.sampling import SamplingConfig
-from inference.server.config import ServeConfig
 
 _MOST_STOPS, _LONGEST_STOP = 16, 256  # every new token's text is compared with all beginnings of these
 _NOT_OFFERED = {
@@ -29,6 +29,27 @@ _NOT_OFFERED = {
 _Message = Annotated[tuple[str, str], BeforeValidator(parse_message)]
 _MESSAGES = TypeAdapter(list[dict[str, Any]]).json_schema()
 _PROMPT = TypeAdapter(str | list[str] | list[int] | list[list[int]]).json_schema()  # one prompt is a list of one here
+
+
+class ServeConfig(ModelConfig, defaults="serve"):
+    """The settings of scripts/serve.py."""
+
+    host: str
+    """Address to listen at; 127.0.0.1: only programs on this machine can reach it."""
+    port: int = Field(ge=0, le=65535)
+    """0: any free port."""
+    max_streams: int = Field(ge=1)
+    """Texts written at once, in one batch."""
+    max_queue: int = Field(ge=0)
+    """Texts that may wait for a place; more are refused with status 429."""
+    max_prompt_tokens: int = Field(ge=1)
+    """Longest prompt."""
+    max_tokens: int = Field(ge=1)
+    """Longest continuation."""
+    cache_states: int = Field(ge=0)
+    """Maximum number of cached states of recent prompts, reused by prompts that start alike; 0: none."""
+    cache_bytes: int = Field(ge=0)
+    """Most bytes of these states, on the model's device."""
 
 
 class StreamOptions(Settings):

@@ -36,6 +36,7 @@ class CompletionResponse:
         name = f"{self._prefix}-{uuid.uuid4().hex}"
         self._head = {"id": name, "object": self._object, "created": int(time.time()), "model": model}
         self.generations, self._tokenizer, self._n = generations, tokenizer, n
+        self._begun: set[int] = set()  # choices of a chat that have a chunk
 
     def whole(self) -> dict[str, Any]:
         """The response with all choices, once their generations have ended."""
@@ -85,11 +86,6 @@ class ChatResponse(CompletionResponse):
 
     _object, _prefix = "chat.completion", "chatcmpl"
 
-    def __init__(self, model: str, generations: Sequence[Generation], tokenizer: Tokenizer, n: int) -> None:
-        """As above."""
-        super().__init__(model, generations, tokenizer, n)
-        self._begun: set[int] = set()  # choices with a chunk
-
     def chunk(self, index: int, update: Update) -> dict[str, Any]:
         """The new part of a choice; only its first chunk has the role."""
         choice = self._choice(index, update)
@@ -111,10 +107,8 @@ class ChatResponse(CompletionResponse):
             raw = self._tokenizer.tokens[token_id]
             return {"token": token_text(token_id, self._tokenizer), "logprob": logprob, "bytes": [*raw]}
 
-        def best(token: Token) -> list[tuple[int, float]]:
-            return sorted(token.top.items(), key=lambda pair: -pair[1])[:n_top]
-
-        tops = [{"top_logprobs": [entry(*pair) for pair in best(token)]} for token in tokens]
+        # The most likely come first; a token that is none of them comes last.
+        tops = [{"top_logprobs": [entry(*pair) for pair in [*token.top.items()][:n_top]]} for token in tokens]
         return {"content": [entry(one.id, one.logprob) | top for one, top in zip(tokens, tops, strict=True)]}
 
 

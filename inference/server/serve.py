@@ -11,12 +11,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from common.console import say, warn
 from common.settings import UserError
-from inference.engine import Engine
+from inference.engine import Engine, PromptCache
 from inference.load import load
-from inference.prompt_cache import PromptCache
 from inference.server.app import create_app
 from inference.server.completions import Served
-from inference.server.config import ServeConfig
+from inference.server.protocol import ServeConfig
 from inference.server.worker import Worker
 
 _SECONDS_TO_FINISH = 5

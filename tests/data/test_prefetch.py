@@ -5,7 +5,7 @@ import time
 import pytest
 
 from common.settings import UserError
-from data.prefetch import Prefetch
+from data.loader import Prefetch
 
 
 def threads():

@@ -7,10 +7,9 @@ import pytest
 import torch
 from texts import BYTES, Recorded, random_ids
 
-from inference.engine import Engine
+from inference.engine import Engine, PromptCache
 from inference.generation import Generation
 from inference.prefill import CHUNK, Request
-from inference.prompt_cache import PromptCache
 from inference.sampling import SamplingConfig
 from model.gpt import GPT, GPTConfig
 

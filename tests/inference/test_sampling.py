@@ -19,10 +19,9 @@ from texts import BYTES, CHAT
 
 from common.console import say_once, show
 from common.settings import UserError, decode
-from data.text_stream import TextStream
 from data.tokenizer import RankTokenizer
 from inference.engine import Engine, stream
-from inference.generation import Generation
+from inference.generation import Generation, TextStream
 from inference.prefill import Request
 from inference.sample import Conversation, SampleConfig, converse, read_prompts, run_sampling, say_rate
 from inference.sampling import SamplingConfig

@@ -11,11 +11,9 @@ import torch
 
 from cli import compose, to_dict
 from common.settings import UserError, decode
+from tools import doctor
 from tools.bench.harness import composed
-from tools.doctor import examine as doctor
-from tools.doctor import machine, rates
-from tools.plan.plan import PlanConfig, plan
-from tools.plan.report import gigabytes
+from tools.plan import PlanConfig, gigabytes, plan
 from trainer.config import TrainConfig
 from trainer.runtime import Runtime
 
@@ -37,9 +35,9 @@ def small(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor, "FLAGSHIP", SMALL)
     monkeypatch.setattr(doctor, "outcomes", {})
-    monkeypatch.setattr(rates, "SIZES", {"cpu": 16})
-    monkeypatch.setattr(rates, "BYTES", {"cpu": 2**12})
-    monkeypatch.setattr(rates, "_SECONDS", 0.001)
+    monkeypatch.setattr(doctor, "SIZES", {"cpu": 16})
+    monkeypatch.setattr(doctor, "BYTES", {"cpu": 2**12})
+    monkeypatch.setattr(doctor, "_SECONDS", 0.001)
     monkeypatch.setattr("tools.bench.train._SECONDS", 0.001)
 
 
@@ -93,7 +91,7 @@ def test_a_lack_of_memory_is_no_bug_and_says_how_much_is_needed(small, monkeypat
     def fails(*_):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2096640 bytes.")
 
-    monkeypatch.setattr("tools.plan.plan.available_memory", lambda: free)  # too little, or what others take meanwhile
+    monkeypatch.setattr("tools.plan.available_memory", lambda: free)  # too little, or what others take meanwhile
     monkeypatch.setattr(doctor, "measure_rate", fails)
     with pytest.raises(UserError, match="1 part of this did not work"):
         doctor.examine(None, training=True)
@@ -118,7 +116,7 @@ def test_a_gpu_takes_half_of_what_should_fit(small, monkeypatch):
 def places(tmp_path, monkeypatch):
     """Where devices are listed: none, and torch sees none."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(machine.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     found = {"dev": tmp_path / "dev", "bus": tmp_path / "bus"}
     for folder in found.values():
@@ -127,7 +125,7 @@ def places(tmp_path, monkeypatch):
 
 
 def findings(places, free=1e12):
-    return list(machine.findings(free, **places))
+    return list(doctor.findings(free, **places))
 
 
 def test_a_gpu_that_is_not_used_is_a_finding(places, monkeypatch):
@@ -148,9 +146,9 @@ def test_a_gpu_that_is_not_used_is_a_finding(places, monkeypatch):
 def test_what_is_wrong_with_the_machine_is_a_finding(places, monkeypatch, tmp_path):
     (line,) = findings(places, free=1e9)
     assert line == "only 1.0 GB are free here: give train.py a run_dir on a larger disk"
-    monkeypatch.setattr(machine.os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
     assert findings(places)[0].startswith("other work is running (load 1000.0 on ")
-    monkeypatch.setattr(machine.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -161,13 +159,13 @@ def test_a_gpu_that_lacks_something_is_a_finding(places, monkeypatch, emulated, 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="T4", major=7, minor=5))
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: [built])
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not emulated)
-    monkeypatch.setattr(machine, "triton_version", lambda: "3.7.1")
+    monkeypatch.setattr(doctor, "triton_version", lambda: "3.7.1")
     (line,) = findings(places)
     assert said in line
 
 
 def test_the_drivers_version_is_read(tmp_path):
     path = tmp_path / "version"
-    assert machine.driver(path) is None
+    assert doctor.driver(path) is None
     path.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19\nGCC version:  gcc 12.2\n")
-    assert machine.driver(path) == "535.129.03"
+    assert doctor.driver(path) == "535.129.03"

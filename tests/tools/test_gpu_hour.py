@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import simulated_gpu
 
+from tools import doctor
 from tools.bench import gpu_hour, harness, train
 from tools.bench.gpu_hour import run_stages, stages_on_gpu
-from tools.doctor import examine, rates
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -106,10 +106,10 @@ TINY += ["set=[model.n_layer=1,model.n_embd=32,model.n_head=2,model.head_dim=16,
 @pytest.mark.gpu
 @pytest.mark.parametrize("minutes", [9, pytest.param(60, marks=pytest.mark.slow)])
 def test_rehearsal_with_tiny_models(command, monkeypatch, tmp_path, restored_torch, minutes):
-    monkeypatch.setattr(examine, "OTHERS", ())
-    monkeypatch.setattr(rates, "SIZES", dict.fromkeys(("cpu", "cuda"), 16))
-    monkeypatch.setattr(rates, "BYTES", dict.fromkeys(("cpu", "cuda"), 2**12))
-    monkeypatch.setattr(examine, "in_own_process", simulated_gpu.in_a_thread)
+    monkeypatch.setattr(doctor, "OTHERS", ())
+    monkeypatch.setattr(doctor, "SIZES", dict.fromkeys(("cpu", "cuda"), 16))
+    monkeypatch.setattr(doctor, "BYTES", dict.fromkeys(("cpu", "cuda"), 2**12))
+    monkeypatch.setattr(doctor, "in_own_process", simulated_gpu.in_a_thread)
     monkeypatch.setattr(train, "in_own_process", lambda function, *arguments: function(*arguments))
     stages = stages_on_gpu(tmp_path, minutes)
     assert list(stages) == ["doctor", *["tuning"] * (minutes == 60), "train", "decode", "operators", "tests"]
@@ -126,7 +126,7 @@ def test_a_machine_without_the_packages_of_other_commands_will_do():
     absent = ["datasets", "wandb", "zstandard", "tokenizers", "transformers", "lm_eval", "fastapi", "tensorboard"]
     words = stages_on_gpu(Path("found"), 60)["tests"][1]
     tests = [*words[words.index("-m", 1) :], "--collect-only", "-p", "no:xdist"]
-    code = f"import sys, pytest; sys.modules |= dict.fromkeys({absent})\nimport tools.bench.run, tools.doctor.examine\n"
+    code = f"import sys, pytest; sys.modules |= dict.fromkeys({absent})\nimport tools.bench.run, tools.doctor\n"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}sys.exit(pytest.main({tests}))"], cwd=ROOT, capture_output=True, text=True
     )

@@ -9,8 +9,7 @@ from printed import assert_one_line
 from common.settings import decode
 from model.gpt import GPT
 from tools.bench.train import Training, measure_rate
-from tools.plan.plan import PlanConfig, find_target, plan
-from tools.plan.report import as_text, duration, gigabytes
+from tools.plan import PlanConfig, as_text, duration, find_target, gigabytes, plan
 from trainer.checkpoint import newest
 from trainer.devices import DEVICES, device_by_name, device_of_gpu
 from trainer.memory import memory_of
@@ -187,7 +186,7 @@ def test_a_gpu_here_is_planned_for_by_itself(tiny_plan, monkeypatch):
     assert find_target(tiny_plan({"runtime.device": "cpu"}, device="h100")).name == "h100"
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA Tomorrow")
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (1, 7 * 10**9))
-    monkeypatch.setattr("tools.plan.plan.is_bfloat16_fast", lambda device: device.type != "cuda")
+    monkeypatch.setattr("tools.plan.is_bfloat16_fast", lambda device: device.type != "cuda")
     target = find_target(tiny_plan({"runtime.device": "auto", "runtime.dtype": "auto"}))
     assert target.runtime.dtype == torch.float32
     assert (target.name, target.memory, target.peak, target.source) == ("NVIDIA Tomorrow", 7e9, None, "unknown")

@@ -9,8 +9,7 @@ import pytest
 from test_report import make_run, val
 
 from common.settings import UserError
-from tools.scaling.fit import Law, fit
-from tools.scaling.report import run
+from tools.scaling import Law, fit, run
 
 TRUE = Law(*map(np.float64, (1.69, 406.4, 0.34, 410.7, 0.28)))  # Hoffmann et al. 2022, eq. 10
 N, D = (x.ravel() for x in np.meshgrid([1e5, 3e5, 1e6, 3e6], [1e6, 3e6, 1e7, 3e7, 1e8], indexing="ij"))
@@ -122,7 +121,7 @@ def test_finished_runs_of_one_vocabulary_count(tmp_path, capsys):
 def test_a_ladder_is_trained_once_and_fitted(tmp_path, tiny_args, command, monkeypatch, capsys):
     """As train.py does, in this process."""
     trained = lambda line: SimpleNamespace(returncode=command("train", *line[2:]).status)  # noqa: E731
-    monkeypatch.setattr("tools.scaling.report.subprocess", SimpleNamespace(run=trained))
+    monkeypatch.setattr("tools.scaling.subprocess", SimpleNamespace(run=trained))
     varied = "run_dir", "model.n_embd", "max_steps", "checkpoint.every", "eval.every"
     own = [option for option in tiny_args if option.split("=")[0] not in varied]
     ladder = f"{' '.join(own)} model.n_embd=8,16,32 max_steps=12,24,48"

@@ -13,7 +13,7 @@ from test_resume import metrics
 from common.settings import UserError, decode
 from model.gpt import GPT
 from tools.convert.export_hf import export
-from tools.plan.plan import PlanConfig, plan
+from tools.plan import PlanConfig, plan
 from trainer.average import AVERAGE, Average
 from trainer.checkpoint import checkpoint_path, newest, open_model
 from trainer.distributed import World

@@ -49,7 +49,7 @@ def measure(options: Any) -> dict[str, list[Row]]:
         _, state = gpt(torch.zeros(1, READ, dtype=torch.int64, device=options.device), return_state=True)
         for at in positions:
             long = stretched(gpt, state, at)
-            decoders[name, at], sizes[name, at] = Ours(DecodingStep(gpt, 1), long), state_bytes(long)
+            decoders[name, at], sizes[name, at] = ours(DecodingStep(gpt, 1), long), state_bytes(long)
     token = torch.zeros(1, 1, dtype=torch.int64, device=options.device)
 
     def step(decode: Decode) -> None:
@@ -78,16 +78,15 @@ def build_hf(config: GPTConfig, max_len: int) -> Any:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape))
 
 
-class Ours:
-    """Decodes from a state on."""
+def ours(step: DecodingStep, state: Any) -> Decode:
+    """Decode from a state on."""
 
-    def __init__(self, step: GPT | DecodingStep, state: Any) -> None:
-        self.step, self.state = step, state
-
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        """One more token."""
-        logits, self.state = self.step(token_ids, self.state, return_state=True)
+    def decode(token_ids: Tensor) -> Tensor:
+        nonlocal state
+        logits, state = step(token_ids, state, return_state=True)
         return logits
+
+    return decode
 
 
 def hugging_face(gpt2: Any, position: int) -> Decode:

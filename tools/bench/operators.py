@@ -1,5 +1,6 @@
-"""Times attention and recurrence, forward and backward. Models call the same functions."""
+"""Times attention, forward and backward. Models call the same functions."""
 
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,8 +12,9 @@ from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 from torch.utils.benchmark import Timer
 
 from common.console import say
+from common.settings import UserError
+from model.ops.kernels import why_not_triton
 from model.ops.log_attention import log_attention, naive_log_attention
-from model.ops.log_recurrence import log_recurrence
 from model.ops.sparse_attention import sparse_attention
 from model.ops.sparse_attention.patterns import fixed, longformer, strided, window
 from tools.bench.harness import Row, attempt, in_turn, profiled
@@ -31,7 +33,7 @@ Operator = Callable[..., Any]
 
 
 def measure(options: Any) -> dict[str, list[Row]]:
-    """Time every attention at each length, torch's softmax first, and both forms of the recurrence."""
+    """Time every attention at each length, torch's softmax first."""
     device, n_head, d = options.device, options.heads, options.head_dim
     rows, profiles = [], {}
     for T in options.lengths:
@@ -43,14 +45,6 @@ def measure(options: Any) -> dict[str, list[Row]]:
         rows += [{"operator": name, "T": T} | row for name, row in times_of(operators, *inputs, options).items()]
         if options.profile:
             profiles[f"log attention, {T} tokens"] = profiled(partial(outputs, log_attention, *inputs))
-    T = options.lengths[0]
-    (p, h, state), weights = random_inputs((1, T, n_head * d), device)
-    leaves = [x.detach().requires_grad_() for x in (logsigmoid(p), h, state[:, 0])]
-    recurrences: dict[str, Operator] = {
-        "published recurrence": published_recurrence,
-        "log recurrence": lambda log_p, h, state: log_recurrence(log_p, h, state=state),
-    }
-    rows += [{"operator": name, "T": T} | row for name, row in times_of(recurrences, leaves, weights, options).items()]
     return {"operators": rows, **profiles}
 
 
@@ -68,12 +62,6 @@ def attention(device: str, n_head: int) -> dict[str, Operator]:
         by_head = (n_head * patterns)[:n_head] if len(patterns) > 1 else patterns
         found[name] = partial(sparse_attention, patterns=by_head)
     return found
-
-
-def published_recurrence(log_p: Tensor, h: Tensor, state: Tensor) -> Tensor:
-    """The published form, from a state (B, D): it sums over the whole sequence, so its rounding error grows with T."""
-    A = log_p.cumsum(1)
-    return A + torch.cat([state.unsqueeze(1), h - A], 1).logcumsumexp(1)[:, 1:]
 
 
 def random_inputs(shape: Sequence[int], device: str, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
@@ -108,3 +96,32 @@ def times_of(operators: dict[str, Operator], leaves: Sequence[Tensor], weights: 
         first = next(iter(rows.values()))
         row |= {f"{key}_x": first[f"{key}_ms"] / row[f"{key}_ms"] for key in ("forward", "both")}
     return rows
+
+
+WARPS, STAGES, CHUNKS = (4, 8), (1, 2), (64, 32)
+
+
+def measure_tuning(options: Any) -> dict[str, list[Row]]:
+    """Time log attention with float32 gates, first as it is used, then for all combinations of parameters."""
+    if reason := why_not_triton(options.device, None):
+        raise UserError(f"what=tuning: backend='triton' {reason}")
+    from model.ops.log_attention import triton as kernels  # importing triton is slow, and it may be missing
+
+    shape = options.batch, options.heads, options.lengths[0], options.head_dim
+    leaves, weights = random_inputs(shape, options.device, DTYPES[options.device])
+
+    def run(parameters: dict[str, int], q: Tensor, k: Tensor, log_v: Tensor) -> Tensor:
+        kernels.trial.clear()
+        kernels.trial.update(parameters)  # the backward pass needs them, too
+        log_f = logsigmoid(k[..., :1].float() + 4)
+        return log_attention(q, k, log_v, log_f, backend="triton")  # type: ignore[return-value]
+
+    contenders: dict[str, Operator] = {"as used": partial(run, {})}
+    for warps, stages, chunk in itertools.product(WARPS, STAGES, CHUNKS):
+        parameters = {"warps": warps, "stages": stages, "chunk": chunk}
+        contenders[f"{warps} warps, {stages} stages, chunks of {chunk}"] = partial(run, parameters)
+    try:
+        rows = times_of(contenders, leaves, weights, options)
+    finally:
+        kernels.trial.clear()
+    return {"tuning": [{"parameters": name} | row for name, row in rows.items()]}

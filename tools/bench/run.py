@@ -11,15 +11,18 @@ from common.console import count, say
 from common.files import make_directory, refuse_foreign, write_json
 from common.settings import Settings, UserError
 from common.words import Items
-from tools.bench import data, decode, operators, train, tuning
+from tools.bench import data, decode, operators, train
 from tools.bench.harness import Row, failures, machine, print_table
 
 MEASURES: dict[str, tuple[Callable[[Any], dict[str, list[Row]]], str]] = {
-    "operators": (operators.measure, "operators; x: how many times as fast as the first of their kind"),
+    "operators": (operators.measure, "operators; x: how many times as fast as the first"),
     "train": (train.measure, "training steps of {batch} x {seq_len} tokens; x: speed, relative to the first row"),
     "decode": (decode.measure, "decoding in float32; x: speed, relative to the first row of the same position"),
     "data": (data.measure, "preparing a dataset; x: speed, relative to the library with as many workers"),
-    "tuning": (tuning.measure, "log attention with gates by launch parameters; x: speed, relative to those in use"),
+    "tuning": (
+        operators.measure_tuning,
+        "log attention with gates by launch parameters; x: speed, relative to those in use",
+    ),
 }
 """What measures each kind, as tables by name, and the title of the first table."""
 

@@ -8,7 +8,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from common.console import say, show_table
 from common.settings import UserError
 from common.words import Items
-from data.loader import TrainBatches, step_windows
+from data.loader import TrainBatches
 from data.prepare.inspect import documents_table, sets_table, window_text
 from data.shards import Manifest, SplitName, TokenStream, read_manifest
 from trainer.checkpoint import open_checkpoint
@@ -42,7 +42,8 @@ def inspect(
         batches = _batches(run_dir, dataset_dir, manifest, state)
         if step > state.step:
             say(f"the run's last checkpoint is of step {state.step}: this is what step {step} would read")
-        return _show(dataset_dir, manifest, "train", step_windows(batches, step), tokens)
+        windows = [(begin, begin + batches.seq_len + 1) for begin in batches.starts(step - 1).tolist()]
+        return _show(dataset_dir, manifest, "train", windows, tokens)
     n_tokens = manifest.splits[split].total.tokens
     places = window + [randrange(max(1, n_tokens)) for _ in range(random)]
     for token in places:

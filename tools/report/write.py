@@ -9,8 +9,7 @@ from common.console import count, say, warn
 from common.files import make_directory, refuse_foreign, write_atomic
 from common.settings import UserError
 from common.words import Items
-from tools.report.page import page_of
-from tools.report.pictures import draw_curves
+from tools.report.page import draw_curves, page_of
 from tools.report.records import Record, common_folder, labels, lowest_loss, printable, read_records, varying_settings
 
 _REFRESH = 10.0

@@ -6,30 +6,28 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
 from cli import compose, to_dict
 from common.console import count, say
 from common.files import make_directory, refuse_foreign, write_json
-from common.memory import out_of_memory
+from common.memory import available_memory, out_of_memory
 from common.settings import UserError, decode
 from model.compiled import shortened
 from model.gpt import GPT, GPTConfig
 from model.graphs import use_graphs
-from model.ops.checks import outcomes
-from tools.bench.harness import Row, composed, in_own_process, print_table
+from model.ops.checks import cache_folder, outcomes, triton_version
+from tools.bench.harness import Row, composed, in_own_process, machine, print_table
 from tools.bench.train import measure_rate
-from tools.doctor.machine import findings, versions
-from tools.doctor.rates import rates
-from tools.plan.plan import PlanConfig, plan
-from tools.plan.report import duration, gigabytes
+from tools.plan import PlanConfig, duration, gigabytes, plan
 from trainer.config import TrainConfig
-from trainer.runtime import Runtime, maybe_compile, open_runtime
+from trainer.runtime import Runtime, maybe_compile, open_runtime, peak_flops, why_gpu_is_unseen
 
 FLAGSHIP = ["experiment=pile_125m", "model=flagship_125m"]
 OTHERS = (
@@ -164,3 +162,98 @@ def step(runtime: Runtime, n_device: int) -> Row:
         "tokens": times["tokens"],
         "hours": times["seconds"] / 3600,
     }
+
+
+_LEAST_DISK = 20e9  # bytes: the checkpoints of a run of the flagship, and a dataset of its first hours
+
+
+def versions() -> Row:
+    """System, processor, versions and GPUs; nothing that names the host or its user."""
+    here = machine()
+    found: Row = {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processor": f"{here['cpu']}, {here['cores']} cores, load {here['load']:.1f}",
+        "free_memory": available_memory(),
+        "python": platform.python_version(),
+        "torch": here["torch"],
+        "cuda": torch.version.cuda,
+        "triton": triton_version(),
+        "driver": driver(),
+        "commit": here["git_commit"],
+    }
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        memory = f"{gpu.total_memory / 1e9:.0f} GB"
+        found[f"gpu_{index}"] = f"{gpu.name}, {memory}, compute capability {gpu.major}.{gpu.minor}"
+    return found
+
+
+def driver(proc: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """The version of the NVIDIA driver that is loaded, or None."""
+    words = proc.read_text().partition("\n")[0].split() if proc.is_file() else []
+    return next((word for word in words if word[0].isdigit() and word.count(".") >= 1), None)
+
+
+def findings(free: float, dev: Path = Path("/dev"), bus: Path = Path("/sys/bus/pci/devices")) -> Iterator[str]:
+    """Yield lines that say what is wrong and what to do. `free`: bytes of the disk here."""
+    if why := why_gpu_is_unseen(dev):
+        yield f"torch does not see the GPU: {why}"
+    elif any(dev.glob("nvidia[0-9]*")) and not torch.cuda.is_available():
+        yield "CUDA_VISIBLE_DEVICES hides the GPU: unset it to train there"
+    elif _on_bus(bus) and not torch.cuda.is_available():
+        yield "there is an NVIDIA GPU, but no /dev/nvidia0: install its driver, or give this container the GPU"
+    if torch.cuda.is_available():
+        yield from _of_gpu()
+    if free < _LEAST_DISK:
+        yield f"only {free / 1e9:.1f} GB are free here: give train.py a run_dir on a larger disk"
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > cores:
+        yield f"other work is running (load {load:.1f} on {cores} cores), so all rates are too low: measure them again"
+    cache = cache_folder().absolute()
+    if not os.access(next(folder for folder in (cache, *cache.parents) if folder.is_dir()), os.W_OK):
+        yield "the cache folder is not writable: set XDG_CACHE_HOME to one that is"
+
+
+def _of_gpu() -> Iterator[str]:
+    gpu = torch.cuda.get_device_properties(0)
+    built = torch.cuda.get_arch_list()
+    if not any(name.startswith(f"sm_{gpu.major}") for name in built):
+        yield f"torch {torch.__version__} has no kernels for {gpu.name} ({', '.join(built)}): install a build with them"
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        yield f"{gpu.name} emulates bfloat16, which is slow: runtime.dtype=auto takes float32 here"
+    if triton_version() is None:
+        yield "triton is not installed, so kernels and torch.compile are not used: install the extra triton"
+
+
+def _on_bus(bus: Path) -> bool:
+    """Whether an NVIDIA display device is on the PCI bus."""
+    return any(
+        (device / "vendor").read_text().strip() == "0x10de" and (device / "class").read_text().startswith("0x03")
+        for device in bus.glob("*")
+    )
+
+
+SIZES = {"cpu": 512, "cuda": 8192}
+BYTES = {"cpu": 2**27, "cuda": 2**30}
+_SECONDS = 0.3
+
+
+def rates(device: torch.device) -> list[Row]:
+    """Square matrix products, in TFLOP/s, and copies, in GB/s read and written, by type."""
+    n, rows = SIZES[device.type], []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        if device.type == "cpu" and dtype == torch.float16:
+            continue  # no program here uses it on CPUs
+        a = torch.randn(n, n, device=device).to(dtype)
+        x = torch.zeros(BYTES[device.type] // dtype.itemsize, dtype=dtype, device=device)
+        y, peak = torch.empty_like(x), peak_flops(device, dtype)
+        product = 2 * n**3 / _seconds("a @ a", a=a)
+        copied = 2 * x.nbytes / _seconds("y.copy_(x)", x=x, y=y)
+        row = {"type": str(dtype).removeprefix("torch."), "TFLOP_per_s": product / 1e12}
+        rows.append(row | {"of_peak": peak and product / peak, "GB_per_s": copied / 1e9})
+    return rows
+
+
+def _seconds(statement: str, **tensors: torch.Tensor) -> float:
+    timer = Timer(statement, globals=tensors, num_threads=torch.get_num_threads())
+    return float(timer.blocked_autorange(min_run_time=_SECONDS).median)

@@ -1,1 +1,0 @@
-"""Checks hardware and installation: scripts/doctor.py."""

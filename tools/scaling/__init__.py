@@ -1,1 +1,0 @@
-"""Scaling laws: how the loss depends on parameters and tokens, fitted to runs."""
