@@ -156,6 +156,8 @@ def _run_job(run: Command, configuration: Callable[[Sequence[str]], dict[str, An
                 run_dir = Path(config["run_dir"])
                 say(f"--- job {now.job.num}: {run_dir}")
             best = run(config)
+            if run_dir:  # another sweep that met this job here has left its refusal
+                (run_dir / _ERROR).unlink(missing_ok=True)
     except Exception as error:
         if debug or not (message := line_for(error)):
             raise

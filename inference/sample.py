@@ -27,6 +27,8 @@ from inference.sampling import SamplingConfig
 from inference.state_file import check_place, load_state, save_state
 from model.gpt import GPT
 
+_LONGEST = 2**28  # characters of a prompt: what is longer, such as /dev/zero, may have no end
+
 
 class SampleConfig(SamplingConfig, ModelConfig, defaults="sample"):
     """The settings of sample.py: those of SamplingConfig and ModelConfig, and these."""
@@ -207,14 +209,18 @@ def read_prompts(config: SampleConfig) -> list[str]:
     """
     path = config.prompt_file or config.prompts_file
     try:
-        text = sys.stdin.read() if config.prompt == "-" else config.prompt
-        text = path.read_bytes().decode() if path else text
+        text = sys.stdin.read(_LONGEST) if config.prompt == "-" else config.prompt
+        if path:
+            with path.open(encoding="utf-8", newline="") as file:
+                text = file.read(_LONGEST)
         f"{config.system}{text}".encode()  # fails on the surrogates that stand for an argument's invalid bytes
     except (OSError, UnicodeError) as error:
         source = f"{'prompt_file' if config.prompt_file else 'prompts_file'}={path}" if path else "the prompt"
         if isinstance(error, OSError):
             raise UserError(f"{source} cannot be read: {error.strerror}") from None
         raise UserError(f"{source} is not in UTF-8: convert it, as in iconv -f UTF-16 -t UTF-8 OLD > NEW") from None
+    if len(text) == _LONGEST:
+        raise UserError(f"the prompt has {_LONGEST:,} characters or more, or no end: give a shorter one")
     text = text.removeprefix("\ufeff")  # the byte order mark
     if not config.prompts_file:
         return [re.sub(r"\r?\n\Z", "", text) if path or config.prompt == "-" else text]  # how a file or `echo` ends

@@ -25,6 +25,8 @@ def check_folder(run_dir: Path) -> None:
     """Raise UserError if run_dir, which need not exist, is a dataset, a folder of runs, or has files to overwrite."""
     if (run_dir / "checkpoints").exists():
         return
+    if not run_dir.resolve().name:
+        raise UserError(f"run_dir={run_dir} is the root of all files: choose a folder in it")
     if (run_dir / "train-00000.bin").exists():
         raise UserError(f"run_dir={run_dir} is a dataset: choose another folder for the run")
     if runs := sorted(run_dir.glob("*/checkpoints")):

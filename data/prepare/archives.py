@@ -64,7 +64,7 @@ def read_utf8(path: Path, seen: Seen) -> Iterator[bytes]:
         pieces = (text.encode() for text in codecs.iterdecode(pieces, encoding))
     try:
         first = next(pieces, b"")
-        if n_controls(start := first[:512]) > 0.01 * len(start):  # tar has a name and zeros there
+        if first.startswith(b"%PDF-") or n_controls(start := first[:512]) > 0.01 * len(start):  # tar: a name and zeros
             raise Unreadable(BINARY)
         yield first
         yield from pieces

@@ -31,17 +31,19 @@ NO_TEXT = "missing text"
 """The reason for a document without its text_field."""
 NOT_JSON, NOT_UTF8, BINARY = "malformed JSON", "invalid UTF-8", "binary data"
 ARRAY = "JSON array"
-FOUR_BYTES, OUT_OF_RANGE = "seems to hold ids of 4 bytes", "id out of range"
+FOUR_BYTES, OUT_OF_RANGE = "seems to hold ids of 4 or 8 bytes", "id out of range"
 NOT_IDS = "not a list of ids"
 LONG_WINDOW = "zstd window above 128 MB"
 REMEDIES = {
     NO_TEXT: "give the key that holds their text",
     NOT_JSON: "write one JSON object a line, or read plain text with data=text, CSV with data=hf",
-    NOT_IDS: "read conversations with data=chat, or with data=hf from a column named messages or completion",
+    NOT_IDS: "write ids as integers, read texts with data=jsonl, conversations with data=chat, or with data=hf from a column "
+    "named messages or completion",
     NOT_UTF8: "convert it with iconv -f ENCODING -t utf-8, where ENCODING is the one it was written in, such as cp1252",
-    BINARY: "unpack archives, convert UTF-16 with iconv -f utf-16 -t utf-8, read token ids with data=tokens",
+    BINARY: "unpack archives, extract the text of PDF files, convert UTF-16 with iconv -f utf-16 -t utf-8, "
+    "read Parquet with data=hf and token ids with data=tokens",
     ARRAY: "write one object a line, or use data=hf data.path=json data.data_files=FILE",
-    FOUR_BYTES: "give data.dtype=uint32, or data.dtype=uint16 if they have 2 bytes",
+    FOUR_BYTES: "give data.dtype=uint32 or int64, or data.dtype=uint16 if they have 2 bytes",
     OUT_OF_RANGE: "give the tokenizer that made the ids, or tokenizer=none with a tokenizer.n_vocab above all ids",
     LONG_WINDOW: "decompress the archive with zstd -d --long=31",
 }

@@ -90,6 +90,10 @@ def test_a_killed_sweep_goes_on_where_it_was(command, tiny_args, tmp_path, monke
             os.kill(os.getpid(), signal.SIGKILL)
         check(saver)
 
+    def refused(saver):  # another sweep met this run
+        (saver._run_dir / "error.txt").write_text("is being trained in")
+        check(saver)
+
     if (child := os.fork()) == 0:
         monkeypatch.setattr(Saver, "check", fatal)
         command(*sweep)
@@ -99,8 +103,10 @@ def test_a_killed_sweep_goes_on_where_it_was(command, tiny_args, tmp_path, monke
     steps = {re.search("seed=.", name)[0]: newest(job).name for name, job in jobs_of(run).items()}
     assert steps == {"seed=1": "step-00000006", "seed=2": "step-00000004"}
     before = {path: when for path, when in written(run).items() if "seed=1" in str(path)}
+    monkeypatch.setattr(Saver, "check", refused)
     result = command(*sweep)
     assert result.status == 0, result.err
+    assert not [*run.glob("*/error.txt")]
     assert len(re.findall("nothing to train", result.out)) == 1
     assert len(re.findall(r"resuming .*seed=2\S* after step 4", result.out)) == 1
     assert {path: when for path, when in written(run).items() if "seed=1" in str(path)} == before

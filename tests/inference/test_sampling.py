@@ -359,6 +359,12 @@ def test_a_file_without_prompts_is_refused(run_dir, tmp_path):
         run_sampling(make_config(checkpoint=run_dir, prompts_file=tmp_path / "empty.txt"))
 
 
+def test_a_prompt_without_an_end_is_refused(monkeypatch):
+    monkeypatch.setattr("inference.sample._LONGEST", 1000)
+    with pytest.raises(UserError, match="the prompt has 1,000 characters or more, or no end"):
+        read_prompts(make_config(prompt_file="/dev/zero"))
+
+
 def test_a_prompt_in_another_encoding_is_one_line(tmp_path):
     (tmp_path / "prompt.txt").write_text("Once", encoding="utf-16")
     with pytest.raises(UserError, match=r"prompt_file=.*prompt.txt is not in UTF-8: convert it, as in iconv -f UTF-16"):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from forged import edit
 from common.settings import UserError
 from model.gpt import GPT
 from trainer.loop import fit
+from trainer.run_dir import check_folder
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -81,6 +83,8 @@ def test_the_folder_of_something_else_is_refused(tiny, tmp_path):
     with pytest.raises(UserError, match="is a dataset: choose another folder for the run"):
         fit(config.model_copy(update={"run_dir": config.dataset_dir}))
     assert sorted(config.dataset_dir.iterdir()) == before
+    with pytest.raises(UserError, match="run_dir=/ is the root of all files: choose a folder in it"):
+        check_folder(Path("/"))
     (tmp_path / "runs" / "a" / "checkpoints").mkdir(parents=True)
     with pytest.raises(UserError, match="has runs in it, such as a: choose a folder beside them"):
         fit(config.model_copy(update={"run_dir": tmp_path / "runs"}))

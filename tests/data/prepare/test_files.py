@@ -22,6 +22,8 @@ NOT_TEXT = {  # folders and files that are left out, by what is in them
     "begun": ["run.lock"],
     "step-00000010": ["manifest.json", "state.json"],
     "export": ["config.json", "model.safetensors"],
+    "sharded": ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"],
+    "pickled": ["config.json", "pytorch_model.bin"],
     "saved": ["dataset_info.json", "state.json", "data-00000-of-00001.arrow"],
     "splits": ["dataset_dict.json", "train/state.json"],
     "sweep": ["multirun.yaml", "0/samples.txt"],

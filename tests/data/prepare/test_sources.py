@@ -198,7 +198,7 @@ FORMATS = {  # name: content, and what data=text and data=jsonl make of it: text
     "cut-16.txt": (NOTE.encode("utf-16")[:-1], "invalid utf-16-le", "invalid utf-16-le"),
     "latin.txt": (NOTE.encode("latin1"), "invalid UTF-8", "invalid UTF-8"),
     "random.bin": (random.Random(0).randbytes(2000), "binary data", "binary data"),
-    "a.pdf": (b"%PDF-1.4\n" + b"1 0 obj <<>>\n" * 99 + zlib.compress(NOTE.encode()), "binary data", "malformed JSON"),
+    "a.pdf": (b"%PDF-1.4\n" + b"1 0 obj <<>>\n" * 99 + zlib.compress(NOTE.encode()), "binary data", "binary data"),
     "note.txt.gz": (gzip.compress(NOTE.encode()), [NOTE], "malformed JSON"),
     "note.bz2": (bz2.compress(NOTE.encode()), [NOTE], "malformed JSON"),
     "note.txt.XZ": (lzma.compress(NOTE.encode()), [NOTE], "malformed JSON"),
@@ -216,6 +216,9 @@ FORMATS = {  # name: content, and what data=text and data=jsonl make of it: text
     "lines.jsonl": (LINES.encode("utf-16"), LINES, LINES),
     "lines.ndjson.xz": (lzma.compress(LINES.encode()), LINES, LINES),
     "others.json": (b'{"body": 1}\n' * 2, "missing text", "missing text"),
+    "text.pdf": (b"%PDF-1.4\n" + NOTE.encode(), "binary data", "binary data"),
+    "squad.json": (f'{{"version": 1, "data": {ARRAY_OF_THEM}}}'.encode(), "JSON array", "missing text"),
+    "others.txt": (b'{"body": 1}\n' * 2, "missing text", "missing text"),
     "prose.txt": (
         b'["text"] is a list, {"text": 1} is not.\n',
         ['["text"] is a list, {"text": 1} is not.\n'],
