@@ -37,8 +37,8 @@ LONG_WINDOW = "zstd window above 128 MB"
 REMEDIES = {
     NO_TEXT: "give the key that holds their text",
     NOT_JSON: "write one JSON object a line, or read plain text with data=text, CSV with data=hf",
-    NOT_IDS: "write ids as integers, read texts with data=jsonl, conversations with data=chat, or with data=hf from a column "
-    "named messages or completion",
+    NOT_IDS: "write ids as integers, read texts with data=jsonl, conversations with data=chat, or with data=hf from "
+    "a column named messages or completion",
     NOT_UTF8: "convert it with iconv -f ENCODING -t utf-8, where ENCODING is the one it was written in, such as cp1252",
     BINARY: "unpack archives, extract the text of PDF files, convert UTF-16 with iconv -f utf-16 -t utf-8, "
     "read Parquet with data=hf and token ids with data=tokens",
