@@ -108,6 +108,19 @@ def write_atomic(path: Path, content: bytes | str) -> None:
     sync_directory(path.parent)
 
 
+def write_or_warn(path: Path, content: bytes | str) -> bool:
+    """Write a file for people, and return whether that worked. If it did not, only warn: the run goes on."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        write_atomic(path, content)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            path.with_name(path.name + ".tmp").unlink()
+        warn(f"{path} was not written: {error.strerror or error}")
+        return False
+    return True
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as readable JSON, atomically. NaN and infinity are refused: they are not JSON."""
     write_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")

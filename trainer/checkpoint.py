@@ -35,7 +35,7 @@ from pydantic import Field
 from torch import Tensor
 
 from common.console import say, warn
-from common.files import read_json, sha256_file, sync_directory, write_atomic, write_json
+from common.files import read_json, sha256_file, sync_directory, write_atomic, write_json, write_or_warn
 from common.settings import Settings, UserError, decode
 from data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from model.gpt import GPT
@@ -43,7 +43,6 @@ from trainer.average import AVERAGE
 from trainer.distributed import World
 from trainer.metrics import MetricsLog
 from trainer.randomness import RANDOM, random_state
-from trainer.run_dir import write_or_warn
 from trainer.state import FORMAT_VERSION, TrainState
 from trainer.tensor_file import Expected, read_tensors, save_file
 

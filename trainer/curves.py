@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from common.figures import png, short_count
-from trainer.run_dir import write_or_warn
+from common.files import write_or_warn
 
 _EACH, _MEAN, _VAL = "C5", "C0", "C1"
 _MOST_DOTS = 60

@@ -10,7 +10,7 @@ import torch
 
 from common.console import say, warn
 from common.exits import AGAIN
-from common.files import make_directory
+from common.files import make_directory, write_or_warn
 from common.memory import out_of_memory
 from common.settings import UserError
 from common.words import overrides
@@ -23,7 +23,7 @@ from trainer.curves import RunCurves, draw_losses
 from trainer.distributed import World, join_world
 from trainer.losses import evaluate
 from trainer.metrics import MetricsLog, read_metrics
-from trainer.run_dir import check_folder, own_run, write_config, write_or_warn
+from trainer.run_dir import check_folder, own_run, write_config
 from trainer.runtime import Runtime, open_runtime, peak_flops
 from trainer.samples import sample
 from trainer.signals import StopSignals

@@ -1,6 +1,5 @@
 """A run's directory: who trains in it, and config.json, the record of how the run was started."""
 
-import contextlib
 import os
 import platform
 from contextlib import AbstractContextManager
@@ -11,7 +10,7 @@ import torch
 
 from common.commit import git_commit
 from common.console import say, warn
-from common.files import owned, read_json, write_atomic, write_json
+from common.files import owned, read_json, write_json
 from common.settings import UserError, differences
 from common.words import in_hydras_grammar
 from trainer.distributed import World
@@ -53,19 +52,6 @@ def own_run(run_dir: Path) -> AbstractContextManager[None]:
         return f"run_dir={run_dir} is being trained in by {holder}: wait until it is done, or use another run_dir"
 
     return owned(run_dir / "run.lock", taken)
-
-
-def write_or_warn(path: Path, content: bytes | str) -> bool:
-    """Write a file for people, and return whether that worked. If it did not, only warn: the run goes on."""
-    try:
-        path.parent.mkdir(exist_ok=True)
-        write_atomic(path, content)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            path.with_name(path.name + ".tmp").unlink()
-        warn(f"{path} was not written: {error.strerror or error}")
-        return False
-    return True
 
 
 def write_config(path: Path, config: dict[str, Any], world: World, found: dict[str, Any], resumed: bool) -> None:
