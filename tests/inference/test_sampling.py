@@ -504,7 +504,7 @@ def test_a_run_that_cannot_be_written_to_is_sampled_all_the_same(command, run_di
     def refuse(*_):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("trainer.run_dir.write_atomic", refuse)
+    monkeypatch.setattr("common.files.write_atomic", refuse)
     result = command("sample", f"checkpoint={run_dir}", "runtime.device=cpu", "prompt=x", "max_new_tokens=3")
     assert result.status == 0
     assert "sample.txt was not written: Read-only file system" in result.err
