@@ -63,7 +63,7 @@ def with_known(composed: dict[str, Any], options: list[str], continues: bool = T
             dataset = _read(Path(str(composed["dataset_dir"]), "manifest.json"), "tokenizer")
             known_ids = [each for each in (model.get("n_vocab"), dataset.get("n_vocab")) if isinstance(each, int)]
             model = model | {"n_vocab": max(known_ids, default=None)}
-    elif "model.n_vocab" not in given and model.get("n_vocab") in usual:  # another one is from a file of the user's
+    elif isinstance(model, dict) and "model.n_vocab" not in given and model.get("n_vocab") in usual:  # else the user's
         known = own_model or _read(Path(str(composed["dataset_dir"]), "manifest.json"), "tokenizer") or model
         model = model | {"n_vocab": known.get("n_vocab", model["n_vocab"])}
     return composed | {"model": model}

@@ -219,6 +219,11 @@ def test_what_is_given_counts_and_names_of_groups_are_files_of_ours(command, tin
     assert config.tracker.wandb.every == 10
 
 
+def test_a_record_of_another_shape_is_one_line(command, tmp_path):
+    (tmp_path / "config.json").write_text('{"config": {"model": "x"}}')
+    assert_one_line(command("train", f"run_dir={tmp_path}"), "config model='x': it has keys of its own")
+
+
 @pytest.fixture
 def resumed(command, tmp_path, monkeypatch):
     """Gives the configuration that would be trained with these options in the folder of a run with `settings`."""
