@@ -22,7 +22,7 @@ from common.settings import UserError, decode
 from data.documents import documents_in, read_index
 from data.prepare.verify import verify
 from data.shards import read_manifest
-from data.tokenizer import GPT2Config, build_tokenizer, load_tokenizer, read_rank_file
+from data.tokenizer import read_rank_file
 from inference.evaluate import EvaluateConfig, run_evaluation
 from inference.sample import SampleConfig, run_sampling
 from model.gpt import GPT, GPTConfig
@@ -454,35 +454,6 @@ def test_an_index_that_becomes_a_link_is_not_followed(dataset):
         read_index(dataset, manifest, manifest.splits["train"].shards[0])
     with refused("is a link"):
         next(documents_in(dataset, manifest, "train", 0, 1))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda t: t.update(name="\x1b[2J" * 10**5),
-        lambda t: t.update(ranks=["x" * 10**6]),
-        lambda t: t.update(ranks=t["ranks"] + t["ranks"]),
-        lambda t: t.update(pat_str="(a*)*b"),
-    ],
-)
-def test_a_strange_tokenizer_is_refused(dataset, change):
-    edit(dataset / "tokenizer.json", change)
-    with refused(r"tokenizer\.json is (not a tokenizer|damaged)"):
-        load_tokenizer(dataset / "tokenizer.json")
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        *(b"QQ==", b"QQ== 1 2", b"QQ== x", b"QQ== -1", b"QQ== 1_0", b"QQ== " + b"9" * 5000),
-        *(b"Q 65", b"Q\xff== 65", b"\0", b" "),
-    ],
-)
-def test_a_strange_rank_file_is_refused(rank_file, tmp_path, line):
-    path = tmp_path / "x.tiktoken"
-    path.write_bytes(rank_file.read_bytes() + line + b"\n")
-    with refused(r"x\.tiktoken"):
-        build_tokenizer(GPT2Config(name="gpt2", path=path))
 
 
 # ----- checkpoints

@@ -124,12 +124,6 @@ def test_every_window_of_a_set_comes_once_before_any_comes_again(owners, weights
             assert not np.array_equal(epochs[0], epochs[1])
 
 
-def test_with_equal_weights_every_window_comes_once_an_epoch(owners):
-    windows = Mixture(owners, list("abcd"), {}, seed=0).windows(np.arange(3000))
-    for epoch in np.split(windows, 3):
-        assert np.array_equal(np.sort(epoch), np.arange(1000))
-
-
 def test_a_step_far_away_needs_none_before_it(owners):
     weights = {"a": 2, "c": 0.1}
     mixture = Mixture(owners, list("abcd"), weights, seed=0)

@@ -39,7 +39,7 @@ BAD_LINES = {
     b'{"text": "\xed\xa0\x80"}': "invalid UTF-8",
     b'{"text": "\\ud800 half"}': "lone surrogate",
 }
-GOOD_TEXTS = ["nul \0", "a\u2028b\u0085c", "<|endoftext|>", "crlf\r\n", "\ufeffmark", "half \U0001f600"]
+GOOD_TEXTS = ["nul \0", "a\u2028b\u0085c", "<|endoftext|>", "crlf\r\n and cr\r", "\ufeffmark", "half \U0001f600"]
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from common.settings import UserError, decode
-from data.prepare.dataset import PrepareConfig, prepare
+from common.settings import UserError
+from data.prepare.dataset import prepare
 from data.prepare.files import matches
 from data.prepare.items import Unreadable
 from data.prepare.sources import JsonlSource, TextSource
@@ -83,6 +83,13 @@ def test_a_file_that_is_named_is_read_wherever_it_is(folder):
     assert list(TextSource(name="text", path="run/config.json").inputs()) == ["run/config.json"]
 
 
+def test_a_file_with_two_names_is_read_once(config, corpus, monkeypatch):
+    (corpus.parent / "link.jsonl").symlink_to(corpus)
+    monkeypatch.chdir(corpus.parent)
+    manifest = prepare(config(data={"name": "jsonl", "path": ["corpus.jsonl", "./corpus.jsonl", "*.jsonl"]}))
+    assert sum(split.total.documents for split in manifest.splits.values()) == 200
+
+
 def test_parquet_among_json_lines_is_named(folder, capsys):
     (folder / "a.jsonl").write_text('{"text": "a"}\n')
     assert list(JsonlSource(name="jsonl", path="*.*").inputs()) == ["a.jsonl", "notes.txt"]
@@ -121,21 +128,21 @@ def lock(monkeypatch):
 
 
 @pytest.mark.parametrize("path", [".", "**/*.txt", "locked/*.txt", "locked/deep/*.txt"])
-def test_an_unreadable_folder_is_counted(tmp_path, monkeypatch, path):
+def test_an_unreadable_folder_is_counted(config, tmp_path, monkeypatch, path):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     for name in ("a", "locked", "z"):
         Path(name).mkdir()
         Path(name, "note.txt").write_text(name + NOTE)
     lock(monkeypatch)
-    raw = {"data": {"name": "text", "path": path}, "tokenizer": {"name": "bytes"}, "out_dir": "../out", "workers": 1}
+    text = {"name": "text", "path": path}
     if path.startswith("locked"):
         with pytest.raises(UserError, match=r"the corpus is empty \(1 x unreadable folder, first locked:1\)"):
-            prepare(decode(PrepareConfig, raw))
+            prepare(config(data=text))
         return
     with pytest.raises(UserError, match=r"locked:1: unreadable folder: "):
-        prepare(decode(PrepareConfig, {**raw, "on_error": "stop"}))
-    assert prepare(decode(PrepareConfig, raw)).skipped == {"unreadable folder": 1}
+        prepare(config(data=text, on_error="stop"))
+    assert prepare(config(data=text)).skipped == {"unreadable folder": 1}
 
 
 def test_a_file_that_may_not_be_read_is_counted(tmp_path, monkeypatch):

@@ -231,38 +231,27 @@ def test_every_source_goes_on(config, sources, memory, monkeypatch, name):
 
 
 @pytest.mark.usefixtures("saves_often")
-def test_restarts_of_something_else_are_refused(config, corpus, tmp_path, monkeypatch):
-    stop_in_the_middle(config(shard_tokens=1000), monkeypatch)
-    before = bytes_below(tmp_path / "out.partial")
-    remedy = r"use the same again, or delete it to start over"
-    with pytest.raises(UserError, match=rf"was started with val_fraction=0\.1 \(now 0\.3\): {remedy}"):
-        prepare(config(val_fraction=0.3, shard_tokens=1000))
-    with pytest.raises(UserError, match=rf"was started with shard_tokens=1000 \(now 2000\): {remedy}"):
-        prepare(config(shard_tokens=2000))
-    size = corpus.stat().st_size
-    with open(corpus, "a") as file:
-        file.write("{}\n")
-    message = rf"was started before 1 input file changed, such as .*corpus\.jsonl: {remedy}"
-    with pytest.raises(UserError, match=message):
-        prepare(config(shard_tokens=1000))
-    os.truncate(corpus, size)
-    assert bytes_below(tmp_path / "out.partial") == before
-    prepare(config(on_error="stop", shard_tokens=1000))
+def test_restarts_of_something_else_are_refused(config, corpus, tmp_path, monkeypatch, rank_file):
+    usual = {"data": {"name": "jsonl", "path": str(tmp_path / "*.jsonl")}, "shard_tokens": 1000}
 
+    def refused(message, **changes):
+        with pytest.raises(UserError, match=rf"was started {message}: use the same again, or delete it to start over"):
+            prepare(config(**usual | changes))
 
-@pytest.mark.usefixtures("saves_often")
-def test_inputs_that_came_or_went_and_another_tokenizer_are_refused(config, corpus, tmp_path, monkeypatch, rank_file):
-    settings = config(data={"name": "jsonl", "path": str(tmp_path / "*.jsonl")}, shard_tokens=1000)
-    stop_in_the_middle(settings, monkeypatch)
-    other = {**settings.model_dump(), "tokenizer": {"name": "gpt2", "path": str(rank_file)}}
-    with pytest.raises(UserError, match=r"was started with sha256 of the tokenizer's ranks='\w+' \(now '\w+'\)"):
-        prepare(config(**other))
-    shutil.copy(corpus, tmp_path / "more.jsonl")
-    with pytest.raises(UserError, match=r"before 1 input file changed, such as .*more\.jsonl"):
-        prepare(settings)
+    stop_in_the_middle(config(**usual), monkeypatch)
+    before, content = bytes_below(tmp_path / "out.partial"), corpus.read_bytes()
+    refused(r"with val_fraction=0\.1 \(now 0\.3\)", val_fraction=0.3)
+    refused(r"with shard_tokens=1000 \(now 2000\)", shard_tokens=2000)
+    other = {"name": "gpt2", "path": str(rank_file)}
+    refused(r"with .*sha256 of the tokenizer's ranks='\w+' \(now '\w+'\).*", tokenizer=other)
+    corpus.write_bytes(content + b"{}\n")
+    refused(r"before 1 input file changed, such as .*corpus\.jsonl")
     corpus.rename(tmp_path / "another.jsonl")
-    with pytest.raises(UserError, match=r"before 3 input files changed, such as .*another\.jsonl"):
-        prepare(settings)
+    refused(r"before 2 input files changed, such as .*another\.jsonl")
+    (tmp_path / "another.jsonl").rename(corpus)
+    corpus.write_bytes(content)
+    assert bytes_below(tmp_path / "out.partial") == before
+    prepare(config(**usual, on_error="stop"))
 
 
 def bytes_below(folder):
