@@ -57,16 +57,29 @@ def test_damage_is_found_while_reading(make_stream, tmp_path, place):
         read_index(tmp_path, manifest, manifest.splits["train"].shards[1])
 
 
-@pytest.mark.parametrize(("field", "value"), [("end", 0), ("end", 2**63), ("set", 7), ("input", 7), ("number", 0)])
-def test_a_record_that_cannot_be_so_is_refused_at_once(make_stream, tmp_path, field, value):
+@pytest.mark.parametrize(
+    ("row", "field", "value", "said"),
+    [
+        (3, "set", 1, "be of set 1 of 1"),
+        (3, "input", 2**32 - 1, "be from input 4294967295 of 1"),
+        (0, "number", 0, "have the number 0 in its input"),
+        (3, "end", 2, "end at token 2, where it begins or before"),
+        (3, "end", 2**64 - 1, r"end at token \d+, where it begins or before"),
+        (-1, "end", 1, "end at token 1, where it begins or before"),
+    ],
+)
+def test_a_record_that_cannot_be_so_is_refused_at_once(make_stream, tmp_path, row, field, value, said):
     make_stream(*DOCUMENTS)
     manifest = read_manifest(tmp_path)
     path = tmp_path / "train-00000.idx"
     content = bytearray(path.read_bytes())
-    np.frombuffer(content, RECORD, offset=HEADER.size)[field][:] = value
+    records = np.frombuffer(content, RECORD, offset=HEADER.size)
+    records[field][row] = value
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"train-00000\.idx is damaged: a document is said to"):
+    with pytest.raises(UserError, match=rf"train-00000\.idx is damaged: a document is said to {said}: prepare"):
         read_all(tmp_path, manifest, "train")
+    records[field] = 0 if field == "end" else value
+    path.write_bytes(content)
     for start in (0, 4, 15):
         with pytest.raises(UserError, match=r"train-00000\.idx is damaged: "):
             sets_between(tmp_path, manifest, "train", start, start + 1)

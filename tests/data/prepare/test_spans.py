@@ -19,7 +19,7 @@ import data.prepare.spans
 from common.settings import UserError, decode
 from data.documents import documents_in, sets_between
 from data.loader import TrainBatches
-from data.prepare.dataset import PrepareConfig, prepare
+from data.prepare.dataset import prepare
 from data.prepare.verify import verify
 from data.shards import TokenStream, read_manifest
 
@@ -41,19 +41,13 @@ def files(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def make(files, tmp_path):
+def make(files, config, corpus, tmp_path):
     """Prepares the files, or a task's share of them, into a folder of tmp_path."""
+    corpus.unlink()
 
     def prepare_into(folder, **changes):
-        raw = {
-            "data": {"name": "jsonl", "path": files},
-            "tokenizer": {"name": "bytes"},
-            "out_dir": str(tmp_path / folder),
-            "val_fraction": 0.2,
-            "shard_tokens": 700,
-            "workers": 1,
-        }
-        return prepare(decode(PrepareConfig, raw | changes))
+        usual = {"data": {"name": "jsonl", "path": files}, "val_fraction": 0.2, "shard_tokens": 700}
+        return prepare(config(**usual | {"out_dir": str(tmp_path / folder)} | changes))
 
     return prepare_into
 
@@ -230,13 +224,11 @@ def test_groups_are_closed_by_the_file_that_fills_them(make, monkeypatch):
     assert plan.groups() == [list("abcdef")]
 
 
-def test_two_thousand_tiny_files_are_one_group(tmp_path, monkeypatch):
-    folder = tmp_path / "notes"
-    folder.mkdir()
+def test_two_thousand_tiny_files_are_one_group(config, tmp_path):
+    (tmp_path / "notes").mkdir()
     for i in range(2000):
-        (folder / f"{i:04}.txt").write_text(f"Note {i}.")
-    raw = {"data": {"name": "text", "path": str(folder)}, "tokenizer": {"name": "bytes"}, "workers": 2}
-    manifest = prepare(decode(PrepareConfig, raw | {"out_dir": str(tmp_path / "out"), "shard_tokens": 5000}))
+        (tmp_path / "notes" / f"{i:04}.txt").write_text(f"Note {i}.")
+    manifest = prepare(config(data={"name": "text", "path": str(tmp_path / "notes")}, workers=2, shard_tokens=5000))
     assert len(manifest.inputs) == sum(split.total.documents for split in manifest.splits.values()) == 2000
     assert 4 <= len(manifest.splits["train"].shards) <= 5
 
@@ -281,13 +273,13 @@ def recorded():
 
 
 @pytest.fixture
-def golden(tmp_path, monkeypatch):
+def golden(config, monkeypatch):
     """Prepares the golden files, as they were prepared then."""
     monkeypatch.chdir(GOLDEN)
 
     def prepare_into(folder, **changes):
-        raw = {"data": {"name": "jsonl", "path": "*.jsonl"}, "tokenizer": {"name": "bytes"}, "val_fraction": 0.2}
-        prepare(decode(PrepareConfig, raw | {"shard_tokens": 500, "workers": 1, "out_dir": str(folder)} | changes))
+        usual = {"data": {"name": "jsonl", "path": "*.jsonl"}, "val_fraction": 0.2, "shard_tokens": 500}
+        prepare(config(**usual | {"out_dir": str(folder)} | changes))
         return folder
 
     return prepare_into

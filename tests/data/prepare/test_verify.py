@@ -102,7 +102,7 @@ def test_a_flipped_bit_is_found(dataset, suffix):
         change_bytes(path, flip)
 
 
-@pytest.mark.parametrize("file", ["train-00001.bin", "val-00000.bin", "train-00001.idx", "val-00000.idx"])
+@pytest.mark.parametrize("file", ["train-00001.bin", "val-00000.idx"])
 @pytest.mark.parametrize(
     "change",
     [
@@ -179,24 +179,10 @@ def test_a_set_that_is_not_in_the_shards_and_one_that_is_not_in_the_manifest(dat
     assert "set 'C' of train has tokens=0 documents=0 utf8_bytes=0 in the shards" in found[1]
 
 
-@pytest.mark.parametrize(
-    ("row", "fields", "named"),
-    [
-        (3, {"set": 2}, "a document is said to be of set 2 of 2"),
-        (3, {"input": 1}, "a document is said to be from input 1 of 1"),
-        (3, {"input": 2**32 - 1}, "a document is said to be from input 4294967295 of 1"),
-        (0, {"number": 0}, "a document is said to have the number 0 in its input"),
-        (3, {"end": 2}, "a document is said to end at token 2, where it begins or before"),
-        (3, {"end": 2**64 - 1}, r"a document is said to end at token \d+, where it begins or before"),
-        (-1, {"end": 1}, "a document is said to end at token 1, where it begins or before"),
-    ],
-)
-@pytest.mark.parametrize("ids_at_once", [30, 2**18])
-def test_records_that_cannot_be_so(dataset, monkeypatch, ids_at_once, row, fields, named):
-    monkeypatch.setattr(data.prepare.verify, "_IDS_AT_ONCE", ids_at_once)
-    forge_record(dataset, "train-00001.idx", row, **fields)
-    found = rf"{dataset / 'train-00001.idx'} is damaged: {named}: prepare the dataset again"
-    assert re.fullmatch(found, problem(dataset))
+def test_a_record_that_cannot_be_so(dataset):
+    forge_record(dataset, "train-00001.idx", 3, set=2)
+    named = "is damaged: a document is said to be of set 2 of 2: prepare the dataset again"
+    assert problem(dataset) == f"{dataset / 'train-00001.idx'} {named}"
 
 
 def test_a_document_counted_under_another_set(dataset):
@@ -216,10 +202,10 @@ def test_ids_that_the_tokenizer_does_not_have(dataset):
     assert f"{dataset / 'val-00000.bin'} is damaged: it holds the id 300, its tokenizer's last is 256" in found[0]
 
 
-def test_documents_joined_and_cut(dataset):
+def test_documents_that_do_not_end_or_are_cut(dataset):
     def join(content):
         ids = np.frombuffer(content, "<u2")
-        ids[np.flatnonzero(ids == 256)[2]] = 65
+        ids[np.flatnonzero(ids == 256)[-1]] = 65
 
     def cut(content):
         np.frombuffer(content, "<u2")[5] = 256
@@ -232,14 +218,6 @@ def test_documents_joined_and_cut(dataset):
         assert any(re.search(where, line) for line in found)
 
 
-def test_a_last_document_that_is_not_ended(dataset):
-    def change(content):
-        content[-2:] = b"A\0"
-
-    forge(dataset, "train-00000.bin", change)
-    assert "train-00000.bin is damaged: documents" in problem(dataset)
-
-
 def test_another_tokenizer(dataset, make_dataset, rank_file):
     other = make_dataset(tokenizer={"name": "gpt2", "path": str(rank_file)})
     (dataset / "tokenizer.json").write_bytes((other / "tokenizer.json").read_bytes())
@@ -248,10 +226,13 @@ def test_another_tokenizer(dataset, make_dataset, rank_file):
     )
 
 
-@pytest.mark.parametrize("change", [lambda path: path.unlink(), lambda path: path.write_text("{}")])
-def test_a_tokenizer_that_cannot_be_read(dataset, change):
-    change(dataset / "tokenizer.json")
-    assert "tokenizer.json" in problem(dataset)
+@pytest.mark.parametrize("file", ["manifest.json", "tokenizer.json"])
+@pytest.mark.parametrize("content", [None, "", "[]", "{}"])
+def test_a_manifest_or_a_tokenizer_that_is_none(dataset, file, content):
+    (dataset / file).unlink()
+    if content is not None:
+        (dataset / file).write_text(content)
+    assert file in problem(dataset)
 
 
 def test_huge_numbers_that_agree(dataset):
@@ -264,12 +245,6 @@ def test_huge_numbers_that_agree(dataset):
     edit(dataset / "manifest.json", change)
     found = verify(dataset)
     assert [line.split()[0] for line in found] == [str(dataset / "train-00000.bin")]
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "7", '{"format_version": 2}', "[" * 10**5, "9" * 5000])
-def test_manifests_that_are_none(dataset, content):
-    (dataset / "manifest.json").write_text(content)
-    assert "manifest.json" in problem(dataset)
 
 
 def test_the_command(dataset, command):
@@ -285,9 +260,3 @@ def test_the_command(dataset, command):
         ["error:", str(dataset / "train-00001.idx")],
         ["error:", str(dataset / "val-00000.bin")],
     ]
-
-
-def test_no_threads_are_no_answer(dataset, command):
-    result = command("scripts/verify_dataset", f"dataset_dir={dataset}", "threads=0")
-    assert result.status == 1
-    assert "config threads=0: give more than 0" in result.err
