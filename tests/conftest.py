@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import pytest
 import simulated_gpu  # before torch
+import surroundings  # noqa: F401 (before rich)
 import torch
 from made_on import MadeOn, suspended
 

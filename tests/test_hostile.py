@@ -13,14 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from forged import edit, sign
-from printed import assert_one_line
 from safetensors.torch import load_file, save_file
 
 from cli.compose import compose, to_dict
 from common.files import open_file, read_json, sha256_file, write_atomic
 from common.settings import UserError, decode
 from data.documents import documents_in, read_index
-from data.prepare.verify import verify
 from data.shards import read_manifest
 from data.tokenizer import read_rank_file
 from inference.evaluate import EvaluateConfig, run_evaluation
@@ -66,23 +64,19 @@ def refused(message="."):
 # ----- files and JSON
 
 
+DEEP = [b"[" * 65 + b"]" * 65, b'{"a":' * 65 + b"1" + b"}" * 65]
+
+
 @pytest.mark.parametrize(
     "content",
     [
-        *(b"[NaN]", b"[Infinity]", b'{"a": -Infinity}', b"1e999", b"9" * 5000, b"[" * 10**6),
+        *(b"[NaN]", b"[Infinity]", b'{"a": -Infinity}', b"1e999", b"9" * 5000, b"[" * 10**6, *DEEP),
         *(b'"\\ud800"', b'{"\\udfff": 1}', b"\xff", b"\xef\xbb\xbf{}", b'"\x00"', b"", b"{", b"{} {}"),
     ],
 )
-def test_what_is_not_json_of_finite_numbers_and_whole_characters_is_refused(tmp_path, content):
+def test_what_is_not_json_of_finite_numbers_whole_characters_and_64_levels_is_refused(tmp_path, content):
     (tmp_path / "x.json").write_bytes(content)
-    with refused(r"cannot read .*x\.json: "):
-        read_json(tmp_path / "x.json")
-
-
-@pytest.mark.parametrize("content", [b"[" * 65 + b"]" * 65, b'{"a":' * 65 + b"1" + b"}" * 65])
-def test_json_of_more_than_64_levels_is_refused(tmp_path, content):
-    (tmp_path / "x.json").write_bytes(content)
-    with refused(r"x\.json: it is nested more than 64 levels deep"):
+    with refused(rf"cannot read .*x\.json: {'.* more than 64 levels deep' if content in DEEP else ''}"):
         read_json(tmp_path / "x.json")
 
 
@@ -94,22 +88,17 @@ def test_json_as_it_should_be_is_read(tmp_path):
             assert read_json(path) == value
 
 
-def test_a_file_of_a_terabyte_is_not_read(tmp_path):
-    path = tmp_path / "x.json"
-    path.touch()
-    os.truncate(path, 2**40)
-    with refused("is larger than 268,435,456 bytes"):
-        read_json(path)
-    with refused():
-        read_rank_file(path)
-
-
-def test_a_json_file_has_a_limit_of_bytes(tmp_path):
+def test_a_file_beyond_the_limit_of_bytes_is_not_read(tmp_path):
     path = tmp_path / "x.json"
     path.write_text("[1, 2, 3]")
     assert read_json(path, limit=9) == [1, 2, 3]
     with refused("is larger than 8 bytes"):
         read_json(path, limit=8)
+    os.truncate(path, 2**40)
+    with refused("is larger than 268,435,456 bytes"):
+        read_json(path)
+    with refused():
+        read_rank_file(path)
 
 
 def link(path):
@@ -354,21 +343,6 @@ def test_text_stays_text(raw, text):
             decode(TrainConfig, raw | {key: text})
 
 
-def test_an_experiment_of_a_stranger_runs_nothing(command, tmp_path):
-    """Hydra would call what `hydra.callbacks` and its logging settings name."""
-    copy = f"shutil.copyfile, src: {tmp_path / 'source'}, dst: {tmp_path / 'marker'}"
-    logging = f'{{version: 1, formatters: {{x: {{"()": {copy}}}}}}}'
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "source").write_text("x")
-    (tmp_path / "experiment" / "strange.yaml").write_text(
-        f"# @package _global_\nhydra:\n  callbacks: {{x: {{_target_: {copy}}}}}\n"
-        f"  job_logging: {logging}\n  hydra_logging: {logging}\n"
-    )
-    arguments = ["experiment=strange", "dataset_dir=/no/such", f"run_dir={tmp_path / 'run'}"]
-    assert_one_line(command("train", "--config-dir", str(tmp_path), *arguments), "/no/such")
-    assert not (tmp_path / "marker").exists()
-
-
 @pytest.mark.parametrize(
     "text",
     ["seed: [1\n", "# @package _global_\nhydra: null\n", "# @package _global_\nseed: ${oc.env:HOME}\n"],
@@ -424,14 +398,10 @@ def first_shard(manifest):
         (lambda m: m.update(inputs=[7]), "is damaged"),
     ],
 )
-def test_a_dataset_with_a_strange_manifest_is_refused(dataset, tiny, change, message):
+def test_a_dataset_with_a_strange_manifest_is_refused(dataset, change, message):
     edit(dataset / "manifest.json", change)
     with refused(message):
         read_manifest(dataset)
-    with refused(message):
-        fit(tiny({"dataset_dir": str(dataset)}))
-    with refused(message):
-        raise UserError(*verify(dataset))
 
 
 SPOILT = ["manifest.json", "train-00000.bin", "train-00000.idx", "val-00000.bin", "tokenizer.json"]
@@ -712,13 +682,3 @@ def test_what_is_no_checkpoint_is_named(checkpoint, dataset_dir, tmp_path):
     shutil.copy(checkpoint / "model.safetensors", tmp_path / "export")
     with refused("holds no checkpoint, but a model for other programs: give the run that it was exported from"):
         open_checkpoint(tmp_path / "export")
-
-
-@pytest.mark.parametrize("script", ["sample", "eval", "train"])
-def test_a_command_says_one_line(checkpoint, command, tiny_args, script):
-    edit(checkpoint / "state.json", lambda s: s.update({"\x1b[2J\n": 1}))
-    sign(checkpoint)
-    arguments = tiny_args if script == "train" else [f"checkpoint={checkpoint}", "runtime.device=cpu"]
-    result = command(script, *arguments)
-    assert_one_line(result)
-    assert result.err.rstrip("\n").isprintable()

@@ -22,28 +22,20 @@ def snapshot(folder):
     ("arguments", "fragments"),
     [
         ("optim.max_lrr=3", ["unknown config key 'optim.max_lrr': did you mean 'optim.max_lr'?"]),
-        ("--max_steps=3", ["--max_steps=3: options are KEY=VALUE here: write max_steps=3"]),
         ("model=heinsen_125", ["model=heinsen_125 does not exist: did you mean 'heinsen_125m'?"]),
         ("experiment=zzz", ["experiment=zzz does not exist: allowed: chat, fineweb_124m, pile_1"]),
-        ("model/attention=softmx", ["model/attention=softmx does not exist: did you mean 'softmax'?"]),
-        ("tracker=wandb tracker.mode=offline", ["'tracker.mode': did you mean 'tracker.wandb.mode'?"]),
-        ("+optim.lr=1", ["unknown config key 'optim.lr'"]),
         ("~optim.eps optim.eps=1", ["optim.eps"]),
         ("seed=abc", ["seed='abc': give a whole number (seed of the initial weights"]),
         ("seed=99999999999999999999", ["seed=99999999999999999999", "less than"]),
-        ("max_steps=0", ["max_steps=0: give 1 or more (length of the run"]),
-        ("optim.max_lr=", ["optim.max_lr=''", "number"]),
         ("optim.max_lr=inf", ["optim.max_lr=inf: give 1e+30 or less (highest learning rate"]),
         ("runtime.device=gpu", ["runtime.device='gpu'", "'auto', 'cpu' or 'cuda'"]),
         ("runtime.device=mps", ["runtime.device='mps'", "float64", "use cpu"]),
-        ("resume=maybe", ["resume='maybe'", "'auto' or 'never'"]),
         ("run_dir=${nothing}", ["'nothing'"]),
         ("run_dir=${oc.env:HOME}", ["run_dir: ${oc.env:...} is not available", "write the value, in a shell as"]),
         ("dataset_dir=/no/such", ["dataset_dir=/no/such", "prepare_data.py"]),
         ("runtime.device=cuda", ["runtime.device=cuda", "no GPU"]),
         ("model.n_head=3", ["n_embd=16 is not divisible by n_head=3: set head_dim, or an n_head that divides n_embd"]),
         ("batch_tokens=100", ["batch_tokens=100 is not divisible", "use 96"]),
-        ("batch_tokens=8", ["batch_tokens=8 is not divisible", "use 16"]),
         ("model/position=learned model.position.max_len=8", ["seq_len=16 is longer than the 8 learned positions"]),
         ("model/attention=longformer model.attention.n_global=17", ["n_global=17 is more than the seq_len=16"]),
         ("model/attention=softmax model/position=rotary model.n_head=16", ["turn pairs of features: use an even"]),
@@ -61,14 +53,6 @@ def test_a_mistake_is_one_clear_line(command, tiny_args, monkeypatch, arguments,
 def test_an_option_is_right_as_it_is_said_to_be_written(command, tiny_args, mistake):
     err = command("train", *tiny_args, mistake).err
     assert command("train", *tiny_args, err.rpartition("write ")[2].strip()).status == 0
-
-
-def test_a_mistake_in_another_command_is_one_clear_line_too(command):
-    assert_one_line(command("sample"), "config key 'checkpoint' is missing: give it a value, as in checkpoint=...")
-    assert_one_line(command("eval", "checkpoint=/no/such"), "checkpoint=/no/such does not exist")
-    assert_one_line(command("sample", "checkpoint=x", "prompt=a", "prompt_file=b"), "give one")
-    assert_one_line(command("sample", "checkpoint=x", "top_p=2"), "top_p=2: give 1.0 or less")
-    assert_one_line(command("sample", "checkpoint=x", "runtime.compile=true"), "unknown config key 'runtime.compile'")
 
 
 @pytest.mark.parametrize(
@@ -190,23 +174,15 @@ def test_progress_bars_nest_on_a_terminal(monkeypatch):
     assert "evaluating" in terminal.file.getvalue()
 
 
-@pytest.mark.parametrize("script", ["train", "eval", "sample", "scripts/prepare_data"])
-def test_help_shows_the_keys(command, script):
-    result = command(script, "--help")
-    key = {"train": "batch_tokens: 491_520", "scripts/prepare_data": "shard_tokens"}.get(script, "checkpoint: ???")
-    assert result.status == 0
-    assert key in result.out
-
-
 def test_a_sweep_trains_every_job_in_a_directory_of_its_own(command, tiny_args, tmp_path):
-    result = command("train", "-m", *tiny_args, "optim.max_lr=1e-3,1e-2", "seed=1,2")
+    result = command("train", "-m", *tiny_args, "max_steps=2", "optim.max_lr=1e-3,1e-2", "seed=1,2")
     assert result.status == 0, result.err
     runs = sorted(p.parent for p in (tmp_path / "run").glob("*/config.json"))
     configs = [json.loads((run / "config.json").read_text())["config"] for run in runs]
     assert sorted((c["optim"]["max_lr"], c["seed"]) for c in configs) == [(1e-3, 1), (1e-3, 2), (1e-2, 1), (1e-2, 2)]
     for run, config in zip(runs, configs, strict=True):
         assert config["run_dir"] == str(run)
-        assert newest(run).name == "step-00000006"
+        assert newest(run).name == "step-00000002"
     weights = {(newest(run) / "model.safetensors").read_bytes() for run in runs}
     assert len(weights) == 4
 
@@ -218,14 +194,6 @@ def test_a_job_is_named_by_what_the_jobs_differ_in(command, dataset_dir, tmp_pat
     assert sorted(p.name for p in (tmp_path / "sweep").iterdir() if p.is_dir()) == [
         f"model.attention={name}" for name in ("log_space", "softmax")
     ]
-
-
-def test_a_full_disk_is_one_line(command, tiny_args, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("trainer.checkpoint.save_file", full)
-    assert_one_line(command("train", *tiny_args), "No space left on device")
 
 
 @pytest.mark.slow
@@ -245,22 +213,3 @@ def test_a_sweep_over_datasets_keeps_their_runs_apart(command, tiny_args, tmp_pa
     result = command("train", "-m", *tiny_args, f"dataset_dir={dataset_dir},{tmp_path / 'copy'}", "max_steps=2")
     assert result.status == 0, result.err
     assert len(list((tmp_path / "run").glob("*/checkpoints/step-00000002"))) == 2
-
-
-@pytest.mark.parametrize(
-    ("file", "damage", "fragment"),
-    [
-        ("train-00000.bin", lambda path: path.write_bytes(path.read_bytes()[:-2]), "the manifest says"),
-        ("val-00000.idx", lambda path: path.write_bytes(path.read_bytes()[:-2]), "the manifest says"),
-        ("train-00000.idx", lambda path: path.unlink(), "is missing"),
-        ("manifest.json", lambda path: path.write_text(path.read_text().replace('"tokens"', '"token"', 1)), "damaged"),
-        ("tokenizer.json", lambda path: path.write_text("{"), "tokenizer.json"),
-    ],
-)
-def test_a_damaged_dataset_is_refused_with_the_files_name(
-    command, tiny_args, tmp_path, dataset_dir, file, damage, fragment
-):
-    shutil.copytree(dataset_dir, tmp_path / "damaged")
-    damage(tmp_path / "damaged" / file)
-    result = command("train", *tiny_args, f"dataset_dir={tmp_path / 'damaged'}")
-    assert_one_line(result, str(tmp_path / "damaged" / file), fragment)

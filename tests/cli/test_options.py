@@ -24,6 +24,11 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [
+        ("sample", "", "config key 'checkpoint' is missing: give it a value, as in checkpoint=..."),
+        ("sample", "checkpoint=x prompt=a prompt_file=b", "give one"),
+        ("sample", "checkpoint=x top_p=2", "top_p=2: give 1.0 or less"),
+        ("sample", "checkpoint=x runtime.compile=true", "unknown config key 'runtime.compile'"),
+        ("eval", "checkpoint=/no/such", "checkpoint=/no/such does not exist"),
         ("train", "lr=1e-3", "unknown config key 'lr': did you mean 'optim.max_lr'?"),
         ("train", "wandb=true", "wandb=true: write tracker=wandb"),
         ("train", "tracker=true", "tracker=true does not exist: allowed: local, tensorboard, wandb"),
@@ -162,6 +167,7 @@ def test_the_folder_of_a_job_is_one_item_of_a_list(tmp_path):
     assert decode(Options, {"folders": str(job)}).folders == [job]
     assert decode(Options, {"folders": f"[[{job}],{tmp_path}]"}).folders == [job, tmp_path]
     assert decode(Options, {"folders": f"[{job}],[{job}2]"}).folders == [job, Path(f"{job}2")]
+    assert decode(Options, {"folders": "[[~/a],~/b]"}).folders == [Path.home() / "a", Path.home() / "b"]
 
 
 def test_a_sweep_of_one_job_says_so_and_has_no_folder_for_it(command, dataset_dir, tmp_path, monkeypatch):
@@ -339,6 +345,7 @@ def test_help_names_the_keys_of_every_group(command):
     out = command("train", "--help").out
     for key in ("n_layer", "n_head", "max_lr", "weight_decay", "warmup_steps", "micro_batch", "project", "max_len"):
         assert re.search(rf"keys\s[^;]*\b{key}\b", out, re.DOTALL), key
+    assert "checkpoint: ???" in command("sample", "--help").out
 
 
 @pytest.mark.parametrize(

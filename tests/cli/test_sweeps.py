@@ -321,12 +321,14 @@ def test_joblib_has_a_worker_for_every_gpu(monkeypatch, visible, n_jobs):
 # ----- what a file may not
 
 COPY = "{_target_: shutil.copyfile, src: SOURCE, dst: MARKER}"
+LOGGING = '{version: 1, formatters: {x: {"()": shutil.copyfile, src: SOURCE, dst: MARKER}}}'
 
 
 @pytest.mark.parametrize("options", [[], ["-m", "seed=1,2"]], ids=["one run", "sweep"])
 @pytest.mark.parametrize(
     "settings",
     [
+        f"hydra: {{callbacks: {{x: {COPY}}}, job_logging: {LOGGING}, hydra_logging: {LOGGING}}}",
         f"hydra: {{sweeper: {{params: {COPY}, max_batch_size: 1}}}}",
         f"hydra: {{mode: MULTIRUN, sweep: {{dir: MARKER}}, overrides: {{task: ['seed=3,4'], hydra: ['x={COPY}']}}}}",
         "defaults: [override /hydra/launcher: joblib, override /hydra/sweeper: optuna]",
