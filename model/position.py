@@ -75,7 +75,7 @@ class LogRecurrencePosition(nn.Module):
         if starts is not None:  # a document's first step is from s = 0
             first = starts.unsqueeze(-1)
             h, log_p = torch.logaddexp(log_p, h).where(first, h), log_p.masked_fill(first, -torch.inf)
-        s, state = log_recurrence(log_p, h, state=state, return_state=True)
+        s, state = log_recurrence(log_p, h, state)
         return x + s, None, state
 
     def initial_state(self, B: int, device: torch.device) -> Tensor:

@@ -69,8 +69,8 @@ OPERATORS = {
         for backend in ("chunked", "triton")
     },
     "log_recurrence": (
-        lambda x, h, s: log_recurrence(-x.exp(), h, state=s),
-        lambda x, h, s: naive_log_recurrence(-x.exp(), h, state=s),
+        lambda x, h, s: log_recurrence(-x.exp(), h, s)[0],
+        lambda x, h, s: naive_log_recurrence(-x.exp(), h, s)[0],
         [(2, T, 3), (2, T, 3), (2, 3)],
     ),
     "linear_attention": (lambda *a: linear_attention(*a)[0], naive_linear_attention, HEADS),

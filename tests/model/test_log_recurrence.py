@@ -54,7 +54,7 @@ def inputs(T, D=3, dtype=torch.float64):
 
 def results(recurrence, leaves):
     """s, the state after, and all gradients of a weighted sum of these."""
-    outputs = recurrence(leaves[0], leaves[1], state=leaves[2], return_state=True)
+    outputs = recurrence(*leaves)
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in outputs]
     return [*outputs, *torch.autograd.grad(outputs, leaves, weights)]
@@ -83,14 +83,14 @@ def test_a_token_that_keeps_nothing_forgets_all_before(recurrence, T):
     found = results(recurrence, leaves)
     assert_all_close(found, results(naive_log_recurrence, leaves))
     log_p, h, _ = leaves
-    fresh = recurrence(log_p[:, half:], h[:, half:], state=torch.full((2, 3), -torch.inf, dtype=torch.float64))
+    fresh, _ = recurrence(log_p[:, half:], h[:, half:], torch.full((2, 3), -torch.inf, dtype=torch.float64))
     torch.testing.assert_close(found[0][:, half:], fresh, rtol=0, atol=1e-13)
 
 
 def test_the_recurrence_starts_from_zero(recurrence):
     """s_0 = 0: the first token keeps p_1 exp(0)."""
     log_p, h, _ = inputs(1)
-    torch.testing.assert_close(recurrence(log_p, h), torch.logaddexp(log_p, h))
+    torch.testing.assert_close(recurrence(log_p, h)[0], torch.logaddexp(log_p, h))
 
 
 @of_kernel
@@ -109,7 +109,7 @@ def test_extreme_numbers_give_the_definitions_results(quick_scan):
 def test_a_number_that_is_nan_is_never_lost(quick_scan):
     log_p, h, _ = (x.detach() for x in inputs(70))
     h[0, 3, 1] = torch.nan
-    s = by_kernel(log_p, h)
+    s, _ = by_kernel(log_p, h)
     assert s[0, 3:, 1].isnan().all()
     assert s.isnan().sum() == 67
 
@@ -118,10 +118,10 @@ def test_a_number_that_is_nan_is_never_lost(quick_scan):
 @pytest.mark.parametrize("size", [17, 33])
 def test_pieces_with_the_state_carried_equal_one_call(recurrence, size):
     log_p, h, state = (x.detach() for x in inputs(100))
-    whole, last = recurrence(log_p, h, state=state, return_state=True)
+    whole, last = recurrence(log_p, h, state)
     pieces = []
     for p, x in zip(log_p.split(size, 1), h.split(size, 1), strict=True):
-        s, state = recurrence(p, x, state=state, return_state=True)
+        s, state = recurrence(p, x, state)
         pieces.append(s)
     torch.testing.assert_close([torch.cat(pieces, 1), state], [whole, last], rtol=0, atol=1e-13)
 
@@ -129,11 +129,11 @@ def test_pieces_with_the_state_carried_equal_one_call(recurrence, size):
 @of_kernel
 def test_kernels_take_views_of_any_strides(quick_scan):
     log_p, h, _ = (x.detach() for x in inputs(33, 4))
-    wanted = by_kernel(log_p, h)
+    wanted, _ = by_kernel(log_p, h)
     p, x = torch.stack([log_p, h], 2).flatten(2).chunk(2, dim=-1)  # as the model has them
     assert p.stride() == (33 * 8, 8, 1)
-    assert torch.equal(by_kernel(p, x), wanted)
-    assert torch.equal(by_kernel(log_p.mT.contiguous().mT, h.mT.contiguous().mT), wanted)
+    assert torch.equal(by_kernel(p, x)[0], wanted)
+    assert torch.equal(by_kernel(log_p.mT.contiguous().mT, h.mT.contiguous().mT)[0], wanted)
 
 
 @pytest.mark.slow
@@ -171,19 +171,21 @@ def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"must both be \(B, T, D\)"):
         log_recurrence(torch.zeros(1, 2, 3), torch.zeros(1, 2, 4))
     with pytest.raises(ValueError, match=r"must be \(B, D\)"):
-        log_recurrence(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), state=torch.zeros(1, 4))
+        log_recurrence(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), torch.zeros(1, 4))
 
 
 def test_keeping_more_than_all_is_refused():
     log_p, h, state = inputs(5)
     with pytest.raises(ValueError, match=r"log_p has a maximum of 0.5: it must be at most 0"):
-        log_recurrence(log_p.where(log_p < log_p.max(), 0.5), h, state=state)
-    assert log_recurrence(log_p * torch.nan, h).isnan().all()  # training says at which step
+        log_recurrence(log_p.where(log_p < log_p.max(), 0.5), h, state)
+    assert log_recurrence(log_p * torch.nan, h)[0].isnan().all()  # training says at which step
 
 
 def test_a_batch_of_calls_and_a_fake_one_need_no_values():
     log_p, h, _ = (x.detach() for x in inputs(5))
-    each = torch.stack([log_recurrence(log_p[i : i + 1], h[i : i + 1]) for i in range(2)])
-    torch.testing.assert_close(torch.vmap(log_recurrence)(log_p.unsqueeze(1), h.unsqueeze(1)), each)
+    each = [
+        torch.stack(x) for x in zip(*(log_recurrence(log_p[i : i + 1], h[i : i + 1]) for i in range(2)), strict=True)
+    ]
+    torch.testing.assert_close([*torch.vmap(log_recurrence)(log_p.unsqueeze(1), h.unsqueeze(1))], each)
     with FakeTensorMode() as mode:
-        assert log_recurrence(mode.from_tensor(log_p), mode.from_tensor(h)).shape == h.shape
+        assert log_recurrence(mode.from_tensor(log_p), mode.from_tensor(h))[0].shape == h.shape

@@ -1,7 +1,7 @@
 """The published model's position encoding: a log-space recurrence with forgetting, for each feature."""
 
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,7 @@ __all__ = ["log_recurrence", "naive_log_recurrence"]
 NAMES = "log_recurrence", "naive_log_recurrence"  # the operator, and the form that has all derivatives
 
 
-def naive_log_recurrence(
-    log_p: Tensor, h: Tensor, *, state: Tensor | None = None, return_state: bool = False
-) -> Tensor | tuple[Tensor, Tensor]:
+def naive_log_recurrence(log_p: Tensor, h: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """s_t = log(p_t exp(s_{t-1}) + exp(h_t)), s_0 = 0. Arguments and result are those of `log_recurrence`."""
     dtype, acc = h.dtype, torch.promote_types(h.dtype, torch.float32)
     s = torch.zeros_like(h[:, 0], dtype=acc) if state is None else state.to(acc)
@@ -26,8 +24,7 @@ def naive_log_recurrence(
     for log_p_t, h_t in zip(log_p.to(acc).unbind(1), h.to(acc).unbind(1), strict=True):
         s = torch.logaddexp(log_p_t + s, h_t)
         steps.append(s)
-    out = torch.stack(steps, dim=1).to(dtype)
-    return (out, s) if return_state else out
+    return torch.stack(steps, dim=1).to(dtype), s
 
 
 def _find_check(dtypes: tuple[str, ...], _: tuple[int, ...]) -> Any:
@@ -35,19 +32,18 @@ def _find_check(dtypes: tuple[str, ...], _: tuple[int, ...]) -> Any:
 
 
 def log_recurrence(
-    log_p: Tensor, h: Tensor, *, state: Tensor | None = None, return_state: bool = False, backend: str = "auto"
-) -> Tensor | tuple[Tensor, Tensor]:
+    log_p: Tensor, h: Tensor, state: Tensor | None = None, *, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
     """s_t = log(p_t exp(s_{t-1}) + exp(h_t)), elementwise, from s_0 = 0 (Heinsen 2024's model, section 3).
 
     Args:
         log_p: (B, T, D), logarithm of the share that is kept, at most 0; -inf keeps nothing, and s_t = h_t.
         h: (B, T, D), logarithm of what is added.
         state: (B, D), s before the first token; None is zeros.
-        return_state: also return s after the last token.
         backend: "naive", "chunked" or "triton"; "auto" uses "triton" on GPUs that support it, and "chunked" elsewhere.
 
     Returns:
-        s (B, T, D) in the type of h, or (s, state), the state in float32 or float64.
+        s (B, T, D) in the type of h, and the state, which is s after the last token in float32 or float64.
 
     Raises:
         ValueError: shapes do not match, log_p is above 0 (checked on CPUs, except by "naive"), or the backend does not
@@ -59,13 +55,12 @@ def log_recurrence(
         raise ValueError(f"state {tuple(state.shape)} must be (B, D) = {tuple(h[:, 0].shape)}")
     backend = choose_form("the log recurrence", backend, ("naive", "chunked", "triton"), _find_check, h)
     if backend == "naive":
-        return naive_log_recurrence(log_p, h, state=state, return_state=return_state)
+        return naive_log_recurrence(log_p, h, state)
     refuse_transforms(*NAMES, log_p, h, state)
     acc = torch.promote_types(h.dtype, torch.float32)
     start = torch.zeros_like(h[:, 0], dtype=acc) if state is None else state.to(acc)
     s = _recur(log_p, h, start, backend)
-    out = s.to(h.dtype)
-    return (out, s[:, -1].clone()) if return_state else out  # a view would keep the sequence in memory
+    return s.to(h.dtype), s[:, -1].clone()  # a view would keep the sequence in memory
 
 
 @torch.library.custom_op("log_gpt::log_recurrence", mutates_args=())
@@ -137,5 +132,5 @@ def check(device: str, dtype: str) -> None:
 
 def recur(backend: str, /, log_p: Tensor, h: Tensor, state: Tensor) -> Tensors:
     """The recurrence as a function of the leaves."""
-    s, after = cast(tuple[Tensor, Tensor], log_recurrence(log_p, h, state=state, return_state=True, backend=backend))
+    s, after = log_recurrence(log_p, h, state, backend=backend)
     return {"s": s, "the state": after}
