@@ -9,13 +9,13 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from common.console import say_once
 from common.settings import UserError
 from model.attention.base import Forgetting, GroupedSettings, MultiHeadAttention
 from model.attention.cache import attend_to_all
-from model.ops.custom import assume_constant_result, running_sum
+from model.ops.custom import aligned, assume_constant_result, running_sum
 from model.ops.sparse_attention import forgetting_attention, masked_attention
 
 _KERNELS = {
@@ -24,7 +24,6 @@ _KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-_ALIGNED = 8  # fused kernels need a multiple of this many features, and as many for values as for keys
 
 
 class SoftmaxConfig(GroupedSettings, defaults="model/attention/softmax"):
@@ -92,9 +91,9 @@ class SoftmaxAttention(MultiHeadAttention):
         scaled = a * self.head_dim**0.5
         high = scaled.to(q.dtype)
         own = torch.cat([high, (scaled - high).to(q.dtype)], -1)  # more digits than the scores
-        ones, unused = torch.ones_like(own), -(q.shape[-1] + 4) % _ALIGNED
-        q, k = pad(torch.cat([q, own, ones], -1), (0, unused)), pad(torch.cat([k, ones, -own], -1), (0, unused))
-        v = pad(v, (0, q.shape[-1] - v.shape[-1]))
+        ones = torch.ones_like(own)
+        q, k = torch.cat([q, own, ones], -1), torch.cat([k, ones, -own], -1)
+        q, k, v = (aligned(x, self.head_dim + 4) for x in (q, k, v))
         y, after = attend_to_all(cache, q, k, v, return_state, starts, scale=self.head_dim**-0.5)
         return y[..., : self.head_dim], (after, a[:, :, -1:])
 

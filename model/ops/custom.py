@@ -1,4 +1,4 @@
-"""What operators of our own need of torch: its autocast, errors for derivatives that they lack, and torch.compile.
+"""What operators and mechanisms of our own need of torch: how it compiles, casts, differentiates, sums, and aligns.
 
 Autocast does not reach inside custom operators, and their backward passes run outside of it. They drop forward-mode
 tangents, and the result of a backward pass without a graph is constant for second derivatives: torch would take both
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C import _functorch
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
+from torch.nn.functional import pad
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -80,3 +81,8 @@ def running_sum(x: Tensor, dim: int) -> Tensor:
         first, rest = x.narrow(dim, 0, step), x.narrow(dim, step, length - step)
         x, step = torch.cat([first, rest + x.narrow(dim, 0, length - step)], dim), 2 * step
     return x
+
+
+def aligned(x: Tensor, n: int) -> Tensor:
+    """Append zeros to x (..., D): the first multiple of 8 from n on, which torch's fused kernels need."""
+    return pad(x, (0, n + -n % 8 - x.shape[-1]))

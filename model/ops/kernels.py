@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from common.console import say_once
+from model.ops.checks import failed_check
 from model.ops.custom import assume_constant_result
 
 WhyNot = Callable[..., str | None]
@@ -79,8 +80,6 @@ def _fastest_on_gpu(
     """Choose the form of an operator, and log the choice once."""
     reason = why_not("cuda", index, *facts[0])
     if reason is None:
-        from model.ops.checks import failed_check  # only GPUs need it
-
         dtypes, sizes = zip(*facts, strict=True)
         check, arguments = find_check(tuple(str(dtype).removeprefix("torch.") for dtype in dtypes), sizes)
         reason = failed_check(f"{operator} by {fast}", check, f"cuda:{index}", **arguments)

@@ -12,9 +12,8 @@ For unit-norm keys this is softmax attention with scale 1 / sigma^2.
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-_ALIGNED = 8  # fused kernels need a multiple of this many features, and as many for values as for keys
+from model.ops.custom import aligned
 
 
 def naive_projection_attention(q: Tensor, k: Tensor, v: Tensor, sigma: Tensor, mask: Tensor) -> Tensor:
@@ -34,7 +33,7 @@ def inner_queries(q: Tensor, sigma: Tensor) -> Tensor:
     distance, only with a slightly different sigma (by up to 0.2 % in bfloat16).
     """
     sharpness = (sigma**-2).to(q.dtype).view(-1, 1, 1).expand(*q.shape[:-1], 1)  # (B, H, T, 1)
-    return _padded(torch.cat([q * sharpness, sharpness, sharpness], dim=-1), q.shape[-1])
+    return aligned(torch.cat([q * sharpness, sharpness, sharpness], dim=-1), q.shape[-1] + 2)
 
 
 def inner_keys(k: Tensor) -> Tensor:
@@ -46,14 +45,9 @@ def inner_keys(k: Tensor) -> Tensor:
     exact = -k.to(torch.promote_types(k.dtype, torch.float32)).square().sum(-1, keepdim=True) / 2  # (B, H, S, 1)
     norm = exact.to(k.dtype)
     rest = (exact - norm).detach().to(k.dtype)
-    return _padded(torch.cat([k, norm, rest], dim=-1), k.shape[-1])
+    return aligned(torch.cat([k, norm, rest], dim=-1), k.shape[-1] + 2)
 
 
 def padded_values(v: Tensor) -> Tensor:
-    """Pad v (B, H, S, D) with zeros to as many features as the keys have: (B, H, S, D')."""
-    return _padded(v, v.shape[-1])
-
-
-def _padded(x: Tensor, head_dim: int) -> Tensor:
-    """Pad x with zeros to D' features: those of a head and two more, aligned."""
-    return pad(x, (0, head_dim + 2 + -(head_dim + 2) % _ALIGNED - x.shape[-1]))
+    """Pad v (B, H, S, D) with zeros to as many features as the keys have: (B, H, S, D'). Fused kernels need that."""
+    return aligned(v, v.shape[-1] + 2)

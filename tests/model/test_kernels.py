@@ -54,7 +54,7 @@ def gpu(monkeypatch):
 )
 def test_auto_takes_triton_on_the_gpus_that_it_fits(gpu, monkeypatch, capsys, major, dtype, d_k, backend):
     gpu.major = major
-    monkeypatch.setattr("model.ops.checks.failed_check", lambda *_, **__: None)
+    monkeypatch.setattr("model.ops.kernels.failed_check", lambda *_, **__: None)
     arguments = "log attention", *FORMS, operator._check, operator._why_not_triton, 0, *[(dtype, d_k)] * 3
     assert [_fastest_on_gpu(*arguments) for _ in range(2)] == [backend] * 2
     (line,) = capsys.readouterr().out.splitlines()  # said once

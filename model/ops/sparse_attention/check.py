@@ -1,5 +1,6 @@
 """The check of compiled FlexAttention, which runs before it is used on a GPU: see model/ops/checks.py."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.nn.functional import logsigmoid
 from model.ops.checks import Tensors, compare
 from model.ops.sparse_attention import attend
 from model.ops.sparse_attention.naive import naive_sparse_attention
-from model.ops.sparse_attention.patterns import CAUSAL, Pattern, longformer, strided, window
+from model.ops.sparse_attention.patterns import CAUSAL, longformer, strided, window
 
 PATTERNS = {
     "window": window(40),
@@ -45,15 +46,9 @@ def check(device: str, dtype: str, head_dim: int, T: int = 300, forgets: bool = 
         cases.append(("window, 100 tokens", PATTERNS["window"], {name: x[:, :, :100] for name, x in leaves.items()}))
     for name, pattern, own in cases:
         documents = starts if "document" in name else None
-        flex, definition = (partial(form, pattern=pattern, starts=documents) for form in (_flex, _definition))
-        compare(name, flex, definition, own)
+        flex = partial(_attend, attend._by_flex_attention, documents, pattern=pattern)
+        compare(name, flex, partial(_attend, naive_sparse_attention, documents, patterns=[pattern]), own)
 
 
-def _flex(pattern: Pattern, starts: Tensor | None, **tensors: Any) -> Tensors:
-    starts = None if starts is None else starts.to(tensors["q"].device)
-    return {"y": attend._by_flex_attention(**tensors, pattern=pattern, starts=starts)}
-
-
-def _definition(pattern: Pattern, starts: Tensor | None, **tensors: Any) -> Tensors:
-    starts = None if starts is None else starts.to(tensors["q"].device)
-    return {"y": naive_sparse_attention(**tensors, patterns=[pattern], starts=starts)}
+def _attend(form: Callable[..., Tensor], starts: Tensor | None, **inputs: Any) -> Tensors:
+    return {"y": form(starts=None if starts is None else starts.to(inputs["q"].device), **inputs)}
