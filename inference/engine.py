@@ -59,8 +59,8 @@ class PromptCache:
         """`max_bytes`: limit on the total size of the cached tensors, which stay on the model's device."""
         self.max_states, self.max_bytes = max_states, max_bytes
         self.n_bytes = 0
-        self._kept: OrderedDict[bytes, tuple[int, Prefix]] = OrderedDict()
-        """The number of tokens and their prefix, by the tokens as int32."""
+        self._kept: OrderedDict[bytes, Prefix] = OrderedDict()
+        """By the tokens as int32."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -69,10 +69,9 @@ class PromptCache:
         """Return the longest cached prefix of `ids`: its number of tokens, and its state."""
         tokens = np.array(ids, np.int32).tobytes()
         known = max(filter(tokens.startswith, self._kept), key=len, default=b"")
-        if not known:
-            return 0, None
-        self._kept.move_to_end(known)
-        return self._kept[known]
+        if known:
+            self._kept.move_to_end(known)
+        return len(known) // 4, self._kept.get(known)
 
     def add(self, ids: Sequence[int], prefix: Prefix) -> None:
         """Cache the state after the tokens `ids`, dropping others if needed; skip a state larger than the cache."""
@@ -81,11 +80,11 @@ class PromptCache:
         if size > self.max_bytes or not self.max_states:
             return
         if tokens not in self._kept:
-            self._kept[tokens] = len(ids), select_rows(prefix, [0])  # a copy, without the room behind a cache
+            self._kept[tokens] = select_rows(prefix, [0])  # a copy, without the room behind a cache
             self.n_bytes += size
         self._kept.move_to_end(tokens)
         while len(self) > self.max_states or self.n_bytes > self.max_bytes:
-            dropped, (_, prefix) = self._kept.popitem(last=False)
+            dropped, prefix = self._kept.popitem(last=False)
             self.n_bytes -= len(dropped) + state_bytes(prefix)
 
 

@@ -119,22 +119,21 @@ def measure(plan: Evaluation, world: World) -> dict[str, Any]:
     config, windows, (checkpoint, _, tokenizer, runtime, _) = plan.config, plan.windows, plan.loaded
     gpt = plan.loaded.place(world.device, autocast=True)
     byte_lengths = torch.from_numpy(tokenizer.byte_lengths).to(world.device)
-    bins = position_bins(windows.seq_len)
     chunk = min(config.seq_len or checkpoint.state.seq_len, _MOST_AT_ONCE) if gpt.constant_state else None
-    by_set, by_position = LossSums(len(plan.manifest.set_names), byte_lengths), _BinnedSums(bins, byte_lengths)
+    by_set = LossSums(len(plan.manifest.set_names), byte_lengths)
+    by_position = _PositionSums(windows.seq_len, byte_lengths)
     for first, targets, losses in window_losses(gpt, windows, config.micro_batch, runtime, world, chunk):
         by_set.add(_sets(plan, windows, first, len(targets)), targets, losses)
-        by_position.add(by_position.bins, targets, losses)
+        by_position.add(targets, losses)
     sets = by_set.losses(world)
     named = sorted(zip(plan.manifest.set_names, sets, strict=True), key=lambda item: -item[1].tokens)
     contexts = []
     for context in plan.contexts:
         stretches = EvalBatches(windows.stream, max(plan.contexts), config.context_windows)
         rows = max(1, config.micro_batch * windows.seq_len // context)
-        cut, edges = CutWindows(stretches, context), position_bins(context)
-        sums = _BinnedSums(edges, byte_lengths)
+        cut, sums = CutWindows(stretches, context), _PositionSums(context, byte_lengths)
         for _, targets, losses in window_losses(gpt, cut, rows, runtime, world, _CHUNK_OF_CONTEXT):
-            sums.add(sums.bins, targets, losses)
+            sums.add(targets, losses)
         positions, mean, error = sums.by_position(world)
         contexts.append({"context": context, **figures(mean), "error": error, "by_position": positions})
     return {
@@ -171,21 +170,21 @@ def position_bins(length: int) -> list[int]:
     return [0, *sorted(n for n in {*powers, *between} if n < length), length]
 
 
-class _BinnedSums(LossSums):
-    """Sums of losses by bins of positions, and how much windows differ."""
+class _PositionSums:
+    """Sums of losses by bins of positions in windows of `length` tokens, and how much windows differ."""
 
-    def __init__(self, edges: list[int], byte_lengths: Tensor) -> None:
-        super().__init__(len(edges) - 1, byte_lengths)
-        self._edges = edges
-        positions = torch.arange(edges[-1])
-        self.bins = torch.bucketize(positions, torch.tensor(edges), right=True).unsqueeze(0) - 1
-        """The bin of each position, int64 (1, length)."""
-        self._means = self._sums.new_zeros(len(edges), 3)
+    def __init__(self, length: int, byte_lengths: Tensor) -> None:
+        self._edges = position_bins(length)
+        self._sums = LossSums(len(self._edges) - 1, byte_lengths)
+        bins = torch.bucketize(torch.arange(length), torch.tensor(self._edges), right=True) - 1
+        self._bins = bins.to(byte_lengths.device)
+        """The bin of each position, int64 (length,)."""
+        self._means = torch.zeros(len(self._edges), 3, dtype=torch.float64, device=byte_lengths.device)
         """Of each bin, and of all of them: windows, and the sums of their mean losses and of the squares of these."""
 
-    def add(self, keys: Tensor, targets: Tensor, losses: Tensor) -> None:
+    def add(self, targets: Tensor, losses: Tensor) -> None:
         """Add losses (B, T) of B windows, as LossSums does."""
-        super().add(keys, targets, losses)
+        self._sums.add(self._bins.unsqueeze(0), targets, losses)
         n, nats = self._by_window(targets >= 0), self._by_window(losses)
         mean = nats / n.clamp(min=1)
         self._means += torch.stack([n > 0, mean, mean.square()], -1).sum(0)
@@ -194,12 +193,12 @@ class _BinnedSums(LossSums):
         """(B, T) -> sums over each bin and over all of them, (B, bins + 1)."""
         values = values.double()
         bins = values.new_zeros(len(values), len(self._edges) - 1)
-        bins.index_add_(1, self.bins[0].to(values.device), values)
+        bins.index_add_(1, self._bins, values)
         return torch.cat([bins, values.sum(1, keepdim=True)], dim=1)
 
     def by_position(self, world: World) -> tuple[list[dict[str, Any]], Loss, float | None]:
         """Bins [start, stop) that have targets, with losses and standard errors; then loss and error of all of them."""
-        losses, rows = self.losses(world), []
+        losses, rows = self._sums.losses(world), []
         *errors, error = (_standard_error(*sums) for sums in world.sum(self._means).tolist())
         for (start, stop), loss, own in zip(pairwise(self._edges), losses, errors, strict=True):
             if loss.tokens:
