@@ -17,13 +17,12 @@ def help_of(config_name: str) -> str:
     for file, section in re.findall(r"^  - (\w+)@(\w+)$", rest, re.MULTILINE):
         of_file = (CONFIGS / f"{file}.yaml").read_text(encoding="utf-8").split("\n")[1:]
         keys += [f"{section}:", *(f"  {line}" for line in of_file if line)]
-    parts = [
-        header,
-        "\n".join(["Groups (GROUP=NAME) and their keys (GROUP.KEY=VALUE):", *_groups(config_name)]),
-        "\n".join(["Keys (KEY=VALUE, SECTION.KEY=VALUE):", *filter(None, keys)]),
-    ]
-    parts.append("All keys, explained: --cfg job. Tracebacks: --debug.")
-    return "\n\n".join(part for part in parts if part.count("\n") or part is parts[-1])
+    lists = {
+        "Groups (GROUP=NAME) and their keys (GROUP.KEY=VALUE):": list(_groups(config_name)),
+        "Keys (KEY=VALUE, SECTION.KEY=VALUE):": list(filter(None, keys)),
+    }
+    parts = ["\n".join([title, *lines]) for title, lines in lists.items() if lines]
+    return "\n\n".join([header, *parts, "All keys, explained: --cfg job. Tracebacks: --debug."])
 
 
 def _groups(config_name: str) -> Iterator[str]:
@@ -36,15 +35,14 @@ def _groups(config_name: str) -> Iterator[str]:
 def comments_of(composed: dict[str, Any], config_name: str) -> dict[str, str]:
     """Return the comments of configs/ on the dotted keys of a composed configuration."""
     comments = explained(CONFIGS / f"{config_name}.yaml")
-    for group in sorted({path.parent.relative_to(CONFIGS) for path in CONFIGS.glob("*/**/*.yaml")}):
-        section: Any = composed
-        for part in group.parts:
-            section = section.get(part) if isinstance(section, dict) else None
-        chosen = section.get("name") if isinstance(section, dict) else None
-        for path in sorted((CONFIGS / group).glob("*.yaml"), key=lambda path: (path.stem != chosen, path.stem)):
-            for key, comment in explained(path).items():
+    for group, names in groups_of(config_name).items():
+        chosen: Any = composed
+        for part in (*group.split("/"), "name"):
+            chosen = chosen.get(part) if isinstance(chosen, dict) else None
+        for name in sorted(names, key=lambda name: name != chosen):
+            for key, comment in explained(CONFIGS / group / f"{name}.yaml").items():
                 if comment:
-                    comments.setdefault(".".join([*group.parts, key]), comment)
+                    comments.setdefault(f"{group.replace('/', '.')}.{key}", comment)
     return comments
 
 

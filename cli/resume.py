@@ -13,9 +13,7 @@ _VARIANTS = ("model/attention", "model/block", "model/position", "optim", "sched
 _TRACKERS = ("wandb", "tensorboard")
 
 
-def compose_training(
-    options: list[str], config_dir: str | None, complete: bool = True, config_name: str = "train"
-) -> dict[str, Any]:
+def compose_training(options: list[str], config_dir: str | None, complete: bool, config_name: str) -> dict[str, Any]:
     """Compose train.yaml or plan.yaml with these options, over the settings of the run in run_dir, if it holds one.
 
     With an `experiment`, which is complete, or if a key is deleted (~KEY), the run's own settings are not used. Hydra
@@ -51,14 +49,13 @@ def with_known(composed: dict[str, Any], options: list[str], continues: bool = T
     `continues`: the run in run_dir, if it holds one, is continued: its own settings come first.
     """
     given = [key.replace("/", ".") for key in keys_and_values(options)]
-    own = _settings_of(Path(str(composed["run_dir"]))) if continues else {}
-    model, own_model = composed["model"], own.get("model")
-    if not isinstance(own_model, dict):
-        own_model = None
+    model, own_model = composed["model"], {}
+    if continues:
+        own_model = _read(Path(str(composed["run_dir"]), "config.json"), "config", "model")
     usual = {values_of("model", path.stem).get("n_vocab") for path in (CONFIGS / "model").glob("*.yaml")}
     takes_model = composed["init_from"] is not None and "model" not in given
     if takes_model and (found := own_model or _model_of(Path(str(composed["init_from"])))):
-        model = _with_given(found, model, [key.split(".")[1:] for key in given if key.startswith("model.")])
+        model = _with_given(found, model, [key.removeprefix("model.") for key in given if key.startswith("model.")])
         if "model.n_vocab" not in given:  # the dataset's tokenizer may have markers that the model's lacks
             dataset = _read(Path(str(composed["dataset_dir"]), "manifest.json"), "tokenizer")
             known_ids = [each for each in (model.get("n_vocab"), dataset.get("n_vocab")) if isinstance(each, int)]
@@ -69,12 +66,14 @@ def with_known(composed: dict[str, Any], options: list[str], continues: bool = T
     return composed | {"model": model}
 
 
-def _with_given(known: dict[str, Any], composed: dict[str, Any], given: list[list[str]]) -> dict[str, Any]:
-    """Return known settings with what was composed at the given keys: [["n_layer"], ["attention", "conv"]]."""
-    for first in {key[0] for key in given}:
-        inner = [key[1:] for key in given if key[0] == first]
-        whole = [] in inner or not isinstance(known.get(first), dict)
-        known = known | {first: composed[first] if whole else _with_given(known[first], composed[first], inner)}
+def _with_given(known: dict[str, Any], composed: dict[str, Any], given: list[str]) -> dict[str, Any]:
+    """Return known settings with what was composed at the given keys: ["n_layer", "attention.conv"]."""
+    for key in given:
+        first, _, rest = key.partition(".")
+        before, new = known.get(first), composed[first]
+        if rest and isinstance(before, dict):
+            new = _with_given(before, new, [rest])
+        known = known | {first: new}
     return known
 
 
@@ -88,10 +87,13 @@ def _model_of(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _read(file: Path, section: str) -> dict[str, Any]:
+def _read(file: Path, *keys: str) -> dict[str, Any]:
     """Return a section of a JSON file; {} if it cannot be read, of which the command itself speaks."""
     try:
-        return dict(read_json(file)[section])
+        section = read_json(file)
+        for key in keys:
+            section = section[key]
+        return dict(section)
     except (UserError, KeyError, TypeError, ValueError):
         return {}
 
