@@ -1,4 +1,4 @@
-"""Batches as pure functions: they keep no state between steps, so a restart cannot lose any."""
+"""Batches as pure functions: they keep no state between steps, so a restart cannot lose any. `Prefetch` reads ahead."""
 
 import time
 from collections import deque

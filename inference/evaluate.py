@@ -89,14 +89,13 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
         UserError: checkpoint and dataset do not match, or a length is longer than text or model allow.
     """
     loaded = load(config)
-    checkpoint, gpt, tokenizer, _, _ = loaded
-    dataset_dir = config.dataset_dir or checkpoint.state.own_dataset()
-    manifest = open_dataset(dataset_dir, tokenizer)
-    loss = checkpoint.state.data.loss if manifest.tokenizer.markers else "all"
+    state, max_len = loaded.checkpoint.state, loaded.gpt.config.max_len
+    dataset_dir = config.dataset_dir or state.own_dataset()
+    manifest = open_dataset(dataset_dir, loaded.tokenizer)
+    loss = state.data.loss if manifest.tokenizer.markers else "all"
     stream = TokenStream(dataset_dir, manifest, config.split, loss)
     if stream.n_tokens < 2:
         raise UserError(f"dataset_dir={dataset_dir} has no text in its split {config.split}: choose another split")
-    state, max_len = checkpoint.state, gpt.config.max_len
     seq_len = config.seq_len or state.seq_len
     if config.stride is not None and config.stride > seq_len:
         raise UserError(f"stride={config.stride} would skip text between windows of {seq_len} tokens: lower it")
@@ -106,7 +105,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
         contexts = [context for context in _CONTEXTS if context <= longest]
     for key, length in (("contexts", max(contexts, default=0)), ("seq_len", config.seq_len or 0)):
         if length > longest:
-            raise UserError(f"{key}={length} is longer than text or learned positions, {longest} tokens: lower it")
+            raise UserError(f"{key}={length} is longer than the text or the learned positions: use at most {longest}")
     rows = max(1, state.batch_tokens // seq_len)
     windows = EvalBatches(stream, seq_len, config.batches and config.batches * rows, config.stride)
     if not windows.has_targets:
@@ -116,10 +115,10 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
 
 def measure(plan: Evaluation, world: World) -> dict[str, Any]:
     """The content of eval.json; every process calls this."""
-    config, windows, (checkpoint, _, tokenizer, runtime, _) = plan.config, plan.windows, plan.loaded
-    gpt = plan.loaded.place(world.device, autocast=True)
-    byte_lengths = torch.from_numpy(tokenizer.byte_lengths).to(world.device)
-    chunk = min(config.seq_len or checkpoint.state.seq_len, _MOST_AT_ONCE) if gpt.constant_state else None
+    config, windows, loaded = plan.config, plan.windows, plan.loaded
+    gpt, runtime = loaded.place(world.device, autocast=True), loaded.runtime
+    byte_lengths = torch.from_numpy(loaded.tokenizer.byte_lengths).to(world.device)
+    chunk = min(windows.seq_len, _MOST_AT_ONCE) if gpt.constant_state else None
     by_set = LossSums(len(plan.manifest.set_names), byte_lengths)
     by_position = _PositionSums(windows.seq_len, byte_lengths)
     for first, targets, losses in window_losses(gpt, windows, config.micro_batch, runtime, world, chunk):
@@ -137,7 +136,7 @@ def measure(plan: Evaluation, world: World) -> dict[str, Any]:
         positions, mean, error = sums.by_position(world)
         contexts.append({"context": context, **figures(mean), "error": error, "by_position": positions})
     return {
-        **plan.loaded.about(config),
+        **loaded.about(config),
         "dataset_dir": str(plan.dataset_dir),
         "split": config.split,
         "batches": config.batches,

@@ -56,14 +56,17 @@ class TextStream:
         if ends:
             self.stopped, self._held = True, ""
             return text[: min(ends)[1]]
-        held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        held = max((_n_held(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
 
-def _overlap(text: str, stop: str) -> int:
+def _n_held(text: str, stop: str) -> int:
     """Return how many characters at the end of `text`, which does not contain `stop`, could begin `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+    for n in reversed(range(1, len(stop))):
+        if text.endswith(stop[:n]):
+            return n
+    return 0
 
 
 class Token(NamedTuple):

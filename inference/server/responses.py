@@ -107,9 +107,11 @@ class ChatResponse(CompletionResponse):
             raw = self._tokenizer.tokens[token_id]
             return {"token": token_text(token_id, self._tokenizer), "logprob": logprob, "bytes": [*raw]}
 
-        # The most likely come first; a token that is none of them comes last.
-        tops = [{"top_logprobs": [entry(*pair) for pair in [*token.top.items()][:n_top]]} for token in tokens]
-        return {"content": [entry(one.id, one.logprob) | top for one, top in zip(tokens, tops, strict=True)]}
+        content = []
+        for token in tokens:
+            likely = list(token.top.items())[:n_top]  # in order; a token that is none of them comes after these
+            content.append(entry(token.id, token.logprob) | {"top_logprobs": [entry(*pair) for pair in likely]})
+        return {"content": content}
 
 
 def token_text(token_id: int, tokenizer: Tokenizer) -> str:
