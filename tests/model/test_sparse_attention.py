@@ -215,6 +215,18 @@ def test_flex_attention_is_compiled_once_for_each_case_of_its_check(monkeypatch)
     assert torch._dynamo.config.recompile_limit >= 4 * len(cases)
 
 
+@pytest.mark.parametrize("patterns", [[strided(6)], [fixed(8, 3)], [longformer(5, 3)]])
+def test_parts_share_one_softmax_also_far_beyond_the_range_of_exponentials(patterns, form):
+    """exp(2000) is infinite in float64. Parts are merged by their largest scores, as FlashAttention merges tiles."""
+    *qkv, g = inputs(100)
+    qkv = [(40 * x.detach()).requires_grad_() for x in qkv]
+    assert (qkv[0] @ qkv[1].mT).max() / 6**0.5 > 2000
+    wanted, found = naive_sparse_attention(*qkv, patterns), sparse_attention(*qkv, patterns)
+    # Rounding of a score of 2000 is 2000 times larger.
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1600 * 1e-12)
+    assert_all_close(*(torch.autograd.grad(y, qkv, g) for y in (found, wanted)), tolerance=40 * 1600 * 1e-12)
+
+
 @pytest.mark.gpu
 def test_huge_scores_stay_finite():
     """Scores of about 10^6, where rounding is far below 1, so that recomputed weights are at most e."""
