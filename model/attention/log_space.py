@@ -89,8 +89,9 @@ class LogSpaceAttention(Attention):
         return cast(Tensor, naive_log_attention(q, k, v, log_f))
 
     def empty(self, B: int, device: torch.device) -> LogAttentionState:
-        x = torch.empty(B, self.n_head, 0, 1, dtype=self.qkv.weight.dtype, device=device)
-        return empty_state(x.expand(-1, -1, -1, self.state_features), x.expand(-1, -1, -1, self.signs * self.d_val))
+        no_tokens = torch.empty(B, self.n_head, 0, 1, dtype=self.qkv.weight.dtype, device=device)
+        q, log_v = (no_tokens.expand(-1, -1, -1, n) for n in (self.state_features, self.signs * self.d_val))
+        return empty_state(q, log_v)
 
     def flops_per_token(self, seq_len: int) -> int:
         return self.chunked_flops(seq_len, self.state_features, self.signs * self.d_val)
