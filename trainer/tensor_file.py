@@ -23,7 +23,7 @@ Expected = Mapping[str, tuple[torch.Size, Collection[torch.dtype]]]
 _LONGEST_HEADER = 2**24
 
 
-def save_file(tensors: dict[str, Tensor], path: Path) -> None:
+def save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
     """Write tensors to a safetensors file and to the disk.
 
     It may be read by whoever may read the user's other new files.
@@ -34,7 +34,7 @@ def save_file(tensors: dict[str, Tensor], path: Path) -> None:
     path.touch()  # with the mode that the umask gives; safetensors' own files are for their owner alone
     mode = path.stat().st_mode
     try:
-        safetensors.torch.save_file(tensors, path)
+        safetensors.torch.save_file(tensors, path, metadata)
     except SafetensorError as error:
         raise OSError(f"{path}: {error}") from None
     path.chmod(mode)
