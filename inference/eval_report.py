@@ -36,7 +36,8 @@ def _table(first: str, rows: list[tuple[str, dict[str, Any]]]) -> Table:
     for name, row in rows:
         bits = _number(row["bits_per_byte"]) if row["bytes"] else "no text"
         numbers = _number(row["loss"]), _number(row["perplexity"], 3), bits
-        table.add_row(Text(name), f"{row['tokens']:,}", *numbers)  # in a Text, brackets are not markup
+        shown = numbers if row["tokens"] else ["no answer"] * 3
+        table.add_row(Text(name), f"{row['tokens']:,}", *shown)  # in a Text, brackets are not markup
     return table
 
 

@@ -157,7 +157,8 @@ def _continue(loaded: Loaded, prompts: list[str], request: Request, config: Samp
     finally:  # interrupted texts are kept too
         if begun := [prompt + sample.text for prompt, sample in samples if sample.drawn]:
             loaded.checkpoint.write_result("sample.txt", "\n\n---\n\n".join(begun) + "\n")
-        say_rate(sum(sample.n_tokens for _, sample in samples), time.perf_counter() - started)
+        ended = ": the text ended at once; try another seed or prompt, or, to chat, interactive=true"
+        say_rate(sum(sample.n_tokens for _, sample in samples), time.perf_counter() - started, ended)
 
 
 def _samples(
@@ -357,8 +358,6 @@ def _ask() -> str | None:
         text += line.removesuffix("\\") + "\n"
 
 
-def say_rate(n_tokens: int, seconds: float) -> None:
-    """Print how many tokens were drawn, and how fast."""
-    rate = f", {n_tokens / max(seconds, 1e-9):.0f} a second"
-    more = rate if n_tokens else ": the text ended at once; try another seed or prompt, or, to chat, interactive=true"
-    say(f"({count(n_tokens, 'token')}{more})")
+def say_rate(n_tokens: int, seconds: float, without: str = "") -> None:
+    """Print how many tokens were drawn, and how fast, or `without` any."""
+    say(f"({count(n_tokens, 'token')}{f', {n_tokens / max(seconds, 1e-9):.0f} a second' if n_tokens else without})")

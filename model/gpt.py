@@ -30,10 +30,14 @@ def _swiglu(x: Tensor) -> Tensor:
     return silu(a) * b
 
 
+def _relu2(x: Tensor) -> Tensor:
+    return x.relu().square()
+
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": partial(gelu, approximate="tanh"),
     "swiglu": _swiglu,
-    "relu2": lambda x: x.relu().square(),
+    "relu2": _relu2,
 }
 
 

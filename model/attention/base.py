@@ -16,7 +16,7 @@ from model.ops.log_attention.chunks import CHUNK
 from model.position import NO_POSITIONS, Positions, Rotation, rotate
 
 _EPS = 1e-6  # of RMS norms: the type's own would be large in bfloat16
-_GATES: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "silu": silu, "sigmoid": sigmoid}
+_GATES: dict[str, Callable[[Tensor], Tensor]] = {"none": torch.positive, "silu": silu, "sigmoid": sigmoid}
 _SPANS = 1.5, 500.0  # tokens after which the first and the last head keep 1 / e, at the start of training
 
 

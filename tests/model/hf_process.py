@@ -5,6 +5,7 @@ WORK/results/*.safetensors, WORK/said.json and WORK/gpt2, a GPT-2 of transformer
 """
 
 import json
+import pickle
 import sys
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def results_of(model, token_ids, prompts):
         "last": model(token_ids, logits_to_keep=2).logits,
         "padded": model(token_ids, attention_mask=both).logits,
         "padded_behind": model(token_ids, attention_mask=both[2:].expand(B, -1), use_cache=False).logits,
-        "loss": model(token_ids, labels=token_ids).loss,
+        "loss": dict(enumerate(model(token_ids, labels=token_ids, return_dict=False)))[0],
         "generated": first.sequences,
         "generated_without_cache": model.generate(**prompt, **options, use_cache=False),
         "continued": model.generate(
@@ -105,7 +106,7 @@ def main(work):
     classes = {}
     for folder in sorted((work / "exports").glob("*/model")):  # of one name, and so their code is imported once
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-        results = results_of(model, token_ids, prompts)
+        results = results_of(pickle.loads(pickle.dumps(model)), token_ids, prompts)
         if type(model).__name__ == "LogGPTForCausalLM":
             results |= finetuned(folder, token_ids)
         save_file(

@@ -89,8 +89,11 @@ def test_the_chat_template_gives_our_ids(inner, tmp_path):
     assert other.apply_chat_template(parts, return_dict=False)[2:] == tokenizer.encode("ab")
     roles = [other.apply_chat_template([{"role": role, "content": "a"}]) for role in ("developer", "system")]
     assert roles[0]["input_ids"] == roles[1]["input_ids"]
-    with pytest.raises(Exception, match="the roles are system, user and assistant, not tool"):
-        other.apply_chat_template([{"role": "tool", "content": "a"}])
+    image = [*parts[0]["content"], {"type": "image", "text": "c"}]
+    no_text = [{"content": content} for content in (None, 3, {"text": "a"}, ["a"], image)]
+    for change in ({"role": "tool"}, {"role": "assistant", "tool_calls": [{"name": "f"}]}, *no_text):
+        with pytest.raises(Exception, match=r"the roles are .*, not tool|the content of a message is text here"):
+            other.apply_chat_template([{"role": "user", "content": "a", **change}])
 
 
 @pytest.mark.parametrize("tokenizer", [SMALL, BYTES, ChatTokenizer(SMALL)], ids=["gpt2", "bytes", "chat"])

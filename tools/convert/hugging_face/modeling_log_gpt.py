@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
 from common.settings import decode
 from model.gpt import GPT, GPTConfig, GPTState
@@ -79,6 +80,7 @@ class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # `forward` creates a GPTCache
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
