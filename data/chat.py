@@ -14,6 +14,7 @@ from data.tokenizer import Tokenizer
 
 MARKERS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 ROLES = ("system", "user", "assistant")
+NO_ROLE = "a message whose role is not system, user or assistant"
 _TOOLS = ("tool", "function", "ipython")
 _BLOCK = 1024  # tokens before a window that are read at a time
 
@@ -119,7 +120,7 @@ def parse_message(message: Any) -> tuple[str, str]:
     if role in _TOOLS or (role == "assistant" and (message.get("tool_calls") or message.get("function_call"))):
         raise UserError("a message to or from a tool")
     if role not in ROLES:
-        raise UserError("a message whose role is not system, user or assistant")
+        raise UserError(NO_ROLE)
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts: list[Any] = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]

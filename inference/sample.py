@@ -27,6 +27,7 @@ from inference.sampling import SamplingConfig
 from inference.state_file import check_place, load_state, save_state
 from model.gpt import GPT
 
+_NO_TOKENS = ": the text ended at once; try another seed or prompt, or, to chat, interactive=true"
 _LONGEST = 2**28  # characters of a prompt: what is longer, such as /dev/zero, may have no end
 
 
@@ -157,8 +158,7 @@ def _continue(loaded: Loaded, prompts: list[str], request: Request, config: Samp
     finally:  # interrupted texts are kept too
         if begun := [prompt + sample.text for prompt, sample in samples if sample.drawn]:
             loaded.checkpoint.write_result("sample.txt", "\n\n---\n\n".join(begun) + "\n")
-        ended = ": the text ended at once; try another seed or prompt, or, to chat, interactive=true"
-        say_rate(sum(sample.n_tokens for _, sample in samples), time.perf_counter() - started, ended)
+        say_rate(sum(sample.n_tokens for _, sample in samples), time.perf_counter() - started)
 
 
 def _samples(
@@ -336,7 +336,7 @@ def converse(conversation: Conversation, max_new_tokens: int, message: str = "")
         if conversation.left == 0:
             say("the conversation has reached the model's last position: start a new one")
             break
-    say_rate(conversation.n_tokens, seconds)
+    say_rate(conversation.n_tokens, seconds, "")
 
 
 def _ask() -> str | None:
@@ -358,6 +358,6 @@ def _ask() -> str | None:
         text += line.removesuffix("\\") + "\n"
 
 
-def say_rate(n_tokens: int, seconds: float, without: str = "") -> None:
-    """Print how many tokens were drawn, and how fast, or `without` any."""
-    say(f"({count(n_tokens, 'token')}{f', {n_tokens / max(seconds, 1e-9):.0f} a second' if n_tokens else without})")
+def say_rate(n_tokens: int, seconds: float, none: str = _NO_TOKENS) -> None:
+    """Print how many tokens were drawn, and how fast, or `none`."""
+    say(f"({count(n_tokens, 'token')}{f', {n_tokens / max(seconds, 1e-9):.0f} a second' if n_tokens else none})")

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data.chat import NO_ROLE
+
 
 class Position(NamedTuple):
     """A place in a source. Items after it are in a later input or have a higher number."""
@@ -42,7 +44,8 @@ REMEDIES = {
     NOT_UTF8: "convert it with iconv -f ENCODING -t utf-8, where ENCODING is the one it was written in, such as cp1252",
     BINARY: "unpack archives, extract the text of PDF files, convert UTF-16 with iconv -f utf-16 -t utf-8, "
     "read Parquet with data=hf and token ids with data=tokens",
-    ARRAY: "write one object a line, or use data=hf data.path=json data.data_files=FILE",
+    NO_ROLE: 'write each as {"role": "user", "content": "Hello"}',
+    ARRAY: "write one object a line, or use data=hf data.path=json data.data_files=FILE data.text_field=KEY",
     FOUR_BYTES: "give data.dtype=uint32 or int64, or data.dtype=uint16 if they have 2 bytes",
     OUT_OF_RANGE: "give the tokenizer that made the ids, or tokenizer=none with a tokenizer.n_vocab above all ids",
     LONG_WINDOW: "decompress the archive with zstd -d --long=31",

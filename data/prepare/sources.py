@@ -225,7 +225,8 @@ class NamedFiles(FileSource):
     def read(self, path: Path, seen: Seen) -> Iterator[Any]:
         """Yield the lines of a file of JSON lines; a blank line is not a document."""
         for number, line in enumerate(read_lines(path, seen)):
-            if number == 0 and line and line[:100].lstrip().startswith(b"[") and not self.is_chat:
+            begin = line[:100].strip() if line and number == 0 else b""
+            if begin.startswith(b"[") and (not self.is_chat or begin == b"["):
                 raise Unreadable(ARRAY)
             yield Unreadable("line too long") if line is None else line if line.strip() else None
 
@@ -431,13 +432,15 @@ def parse_line(line: bytes | bytearray) -> Any:
 
 def _of_record(record: Any, source: NamedFiles | HubSource) -> tuple[Any, str]:
     if source.is_chat and isinstance(record, list):  # as nanochat writes a conversation
+        if any(isinstance(each, dict) and {source.text_field, "completion"} & each.keys() for each in record[:1]):
+            raise Unreadable(ARRAY)
         return record, source.name
     text = record.get(source.text_field) if isinstance(record, dict) else None
     if source.is_chat and (text is None or source.text_field == "completion"):
         text = _messages(record) if isinstance(record, dict) else None
     if text is None:
-        keys = some_of([repr(key[:40]) for key in record]) if isinstance(record, dict) else ""
-        raise Unreadable(NO_TEXT, about=f" with {keys}" if keys else "")
+        keys = [repr(key[:40]) for key in record if record[key] is not None] if isinstance(record, dict) else []
+        raise Unreadable(NO_TEXT, about=f" with {some_of(keys)}" if keys else "")
     meta = record.get("meta")
     name = meta.get("pile_set_name") if isinstance(meta, dict) else None
     if not (isinstance(name, str) and name and name.isprintable()):  # it is printed to terminals

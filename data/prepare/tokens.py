@@ -62,7 +62,7 @@ class TokenSource(NamedFiles, defaults="data/tokens"):
         if isinstance(content, np.ndarray):
             return content, self.name
         ids, set_name = super().text_and_set(content)
-        if isinstance(ids, str):
+        if not isinstance(ids, list):
             raise Unreadable(NOT_IDS)
         return ids, set_name
 

@@ -411,6 +411,9 @@ def test_a_chat_model_answers_messages_and_another_says_what_it_does(command, ru
     assert chat.out == "> 2+3?\n5\n6\n"
     assert (tmp_path / "chat" / "sample.txt").read_text() == "> 2+3?\n5\n> 4+2?\n6\n"
     assert "Type a message, and the model answers. End a line" in chat.err
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    empty = command("sample", f"checkpoint={tmp_path / 'chat'}", "runtime.device=cpu", "interactive=true")
+    assert "(0 tokens)\n" in empty.err, "that none was drawn is no reason to try another prompt"
     assert plain.out.startswith("2+3?\n5")
     assert "this model continues texts and does not answer: train.py experiment=chat makes one" in plain.err
 

@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 from itertools import pairwise
 
 import pytest
@@ -121,6 +122,8 @@ def test_eval_says_that_the_loss_is_on_answers(chat, dataset_dir, make_dataset, 
     assert " tokens): loss 5." in command("eval", *arguments, f"dataset_dir={dataset_dir}").out
     none = command("eval", *arguments, "seq_len=1", "batches=1", f"dataset_dir={questions}")
     assert none.err == "error: batches=1 has no answer to evaluate: give more, or null for all\n"
+    long = command("eval", *arguments[:2], "contexts=[2]", "context_windows=1", f"dataset_dir={questions}").out
+    assert re.search(r" 2 +0 +no answer +no answer +no answer", long)
 
 
 @pytest.fixture

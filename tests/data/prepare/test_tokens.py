@@ -153,6 +153,7 @@ WHOLE = of(1, 2, END)
         ("a.bin", np.arange(64, dtype=np.uint32).tobytes(), FOUR_BYTES, 1),
         ("a.bin", np.arange(64, dtype=np.int64).tobytes(), FOUR_BYTES, 1),
         ("a.jsonl", b'{"tokens": "1 2 3"}\n', "not a list of ids", 1),
+        ("a.jsonl", b'{"tokens": 5}\n', "not a list of ids", 1),
         ("a.npy", b"\x93NUMPY\x01\x00", "damaged .npy file, or not of numbers", 1),
     ],
 )
