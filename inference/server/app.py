@@ -28,7 +28,7 @@ _PATHS = "there are POST /v1/completions and /v1/chat/completions, and GET /, /v
 def create_app(served: Served) -> FastAPI:
     """The application; the caller starts and stops its worker."""
     app = FastAPI(title=f"log-gpt: {served.name}", docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, hosts=served.hosts)
+    app.add_middleware(guarded, hosts=served.hosts)
 
     @app.exception_handler(ApiError)
     @app.exception_handler(UserError)
@@ -88,19 +88,16 @@ def response(error: ApiError) -> Response:
     return JSONResponse(error.body, error.status, {"Retry-After": "1"} if error.status in (429, 503) else None)
 
 
-class Guard:
-    """Answers only requests that use one of this server's own names, on all paths; and HEAD, like GET."""
+def guarded(app: ASGIApp, hosts: frozenset[str] | None) -> ASGIApp:
+    """Refuse requests by names other than `hosts` (None: any), and answer HEAD like GET."""
 
-    def __init__(self, app: ASGIApp, hosts: frozenset[str] | None) -> None:
-        """`hosts`: these names; None: any."""
-        self._app, self._hosts = app, hosts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle or refuse a request."""
-        refusal = _refusal(Request(scope), self._hosts) if self._hosts and scope["type"] == "http" else None
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = _refusal(Request(scope), hosts) if hosts and scope["type"] == "http" else None
         if scope.get("method") == "HEAD":  # uvicorn leaves out the body
             scope = {**scope, "method": "GET"}
-        await (response(refusal) if refusal else self._app)(scope, receive, send)
+        await (response(refusal) if refusal else app)(scope, receive, send)
+
+    return answer
 
 
 def _refusal(request: Request, hosts: frozenset[str]) -> ApiError | None:
