@@ -5,8 +5,8 @@ engine works in turns. Each turn
 
     1. reads the tokens drawn in the turn before, in one forward pass;
     2. admits waiting texts, first come, first served, while there are places;
-    3. reads their prompts: all of them, or, with `interleave`, one chunk of one prompt, so that a long prompt delays
-       neither the other texts nor other prompts;
+    3. reads their prompts, each after its longest prefix in a cache: all of them, or, with `interleave`, one chunk of
+       one prompt, so that a long prompt delays neither the other texts nor other prompts;
     4. draws a token of every text whose prompt is read.
 """
 

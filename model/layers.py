@@ -1,4 +1,4 @@
-"""Linear layers and embeddings with their initial values, and activations that a backward pass computes again."""
+"""Linear layers and embeddings with their initial values, and layers whose activations are computed again."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,1 +1,1 @@
-"""Pure tensor functions. In each folder `naive.py` is the definition, and all other forms must agree with it."""
+"""Pure tensor functions. The naive form of an operator is its definition: all other forms must agree with it."""

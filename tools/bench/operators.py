@@ -1,4 +1,4 @@
-"""Times attention, forward and backward. Models call the same functions."""
+"""Times attention, forward and backward, also by launch parameters. Models call the same functions."""
 
 import itertools
 import statistics

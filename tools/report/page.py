@@ -1,4 +1,4 @@
-"""The page of a report: a template with the runs in it as JSON. It loads nothing, and opens without a network.
+"""A report's picture, and its page: a template with the runs in it as JSON. It loads nothing, and needs no network.
 
 Names and settings are not trusted: they are data in the page, and its script writes them only as text. The page's
 content security policy blocks every other script and every request.
