@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import random
-import struct
 
 import numpy as np
 import pytest
@@ -277,9 +276,7 @@ def test_results_are_kept_by_checkpoint_and_settings(trained):
         assert (run_dir / "evals" / f"step-00000003,contexts=none,runtime.dtype={dtype}.json").exists()
 
 
-def png_size(content):
-    assert content.startswith(b"\x89PNG\r\n\x1a\n")
-    return struct.unpack(">II", content[16:24])
+PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.mark.usefixtures("pictures")
@@ -287,7 +284,7 @@ def test_a_result_on_another_dataset_is_named_by_it(trained, dataset_dir):
     run_dir = trained()
     evaluated(run_dir, contexts=[], dataset_dir=str(dataset_dir))
     assert len(list((run_dir / "evals").glob("step-00000003,contexts=none,dataset_dir=*.json"))) == 1
-    assert png_size((run_dir / "eval.png").read_bytes())
+    assert (run_dir / "eval.png").read_bytes().startswith(PNG)
 
 
 def test_the_picture_shows_errors_and_plain_numbers(trained, monkeypatch):
@@ -307,4 +304,4 @@ def test_losses_that_are_not_finite_are_null_and_drawn_as_nothing(trained):
     gone = {"loss": None, "perplexity": None, "bits_per_byte": None}
     for row in (result, *result["sets"].values(), *result["contexts"], *result["by_position"]):
         row.update({key: value for key, value in gone.items() if key in row})
-    assert png_size(draw_evaluation(result, SEQ_LEN))
+    assert draw_evaluation(result, SEQ_LEN).startswith(PNG)
