@@ -439,7 +439,7 @@ def _of_record(record: Any, source: NamedFiles | HubSource) -> tuple[Any, str]:
     if source.is_chat and (text is None or source.text_field == "completion"):
         text = _messages(record) if isinstance(record, dict) else None
     if text is None:
-        keys = [repr(key[:40]) for key in record if record[key] is not None] if isinstance(record, dict) else []
+        keys = [repr(key[:40]) for key in record if key != source.text_field] if isinstance(record, dict) else []
         raise Unreadable(NO_TEXT, about=f" with {some_of(keys)}" if keys else "")
     meta = record.get("meta")
     name = meta.get("pile_set_name") if isinstance(meta, dict) else None
