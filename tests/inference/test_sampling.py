@@ -7,6 +7,7 @@ import os
 import pty
 import random
 import re
+import select
 import shutil
 import subprocess
 import sys
@@ -469,6 +470,7 @@ class Terminal:
     def until(self, pattern):
         """Read until the output matches."""
         while not (found := re.search(pattern, self.seen)):
+            assert select.select([self.handle], [], [], 60)[0], f"no {pattern!r} in {self.seen!r}"
             try:
                 self.seen += os.read(self.handle, 1000).decode()
             except OSError:

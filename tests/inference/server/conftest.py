@@ -9,19 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from texts import BYTES, CHAT
 
 from common.settings import decode
-from data.chat import ChatTokenizer
-from data.tokenizer import BytesConfig, build_tokenizer
 from model.gpt import GPT, GPTConfig
 from tools.convert.new_run import begin_with
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-@pytest.fixture(scope="session")
-def tokenizer():
-    return build_tokenizer(BytesConfig(name="bytes"))
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +29,7 @@ def make_gpt():
         parts = {"attention": attention, "position": {"name": position}}
         gpt = GPT(decode(GPTConfig, raw | parts | changes)).double().eval()
         with torch.no_grad():
-            gpt.embed.weight.mul_(20)  # so that some tokens are much likelier than others
+            gpt.embed.weight.mul_(2 if endless else 20)  # so that some tokens are much likelier than others
             if endless:
                 gpt.norm.bias.fill_(1)  # a constant in all that the output layer sees,
                 gpt.embed.weight[256] = -10  # by which <|endoftext|> is never likely
@@ -45,10 +39,10 @@ def make_gpt():
 
 
 @pytest.fixture(scope="session")
-def run_dir(make_gpt, tokenizer, tmp_path_factory):
+def run_dir(make_gpt, tmp_path_factory):
     """A run named "tiny" with such a model, whose texts do not end by themselves."""
     path = tmp_path_factory.mktemp("runs") / "tiny"
-    begin_with(make_gpt(endless=True), tokenizer, path, seq_len=16, batch_tokens=16)
+    begin_with(make_gpt(endless=True), BYTES, path, seq_len=16, batch_tokens=16)
     return path
 
 
@@ -104,17 +98,14 @@ def serve(run_dir):
 @pytest.fixture(scope="session")
 def chat_gpt(make_gpt):
     """Such a model with markers, which writes any byte, and sometimes a marker."""
-    gpt = make_gpt(n_vocab=261, endless=True)
-    with torch.no_grad():
-        gpt.embed.weight.mul_(0.1)[256] = -10
-    return gpt
+    return make_gpt(n_vocab=261, endless=True)
 
 
 @pytest.fixture(scope="session")
-def chat_served(serve, chat_gpt, tokenizer, tmp_path_factory):
+def chat_served(serve, chat_gpt, tmp_path_factory):
     """The server of that model."""
     path = tmp_path_factory.mktemp("runs") / "talker"
-    begin_with(chat_gpt, ChatTokenizer(tokenizer), path, seq_len=16, batch_tokens=16)
+    begin_with(chat_gpt, CHAT, path, seq_len=16, batch_tokens=16)
     return serve("max_prompt_tokens=2000", run_dir=path)
 
 

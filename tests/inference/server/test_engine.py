@@ -5,8 +5,8 @@ import time
 
 import pytest
 import torch
+from texts import BYTES
 
-from data.tokenizer import BytesConfig, build_tokenizer
 from inference.engine import Engine
 from inference.generation import Generation
 from inference.prefill import CHUNK, Request
@@ -15,7 +15,6 @@ from inference.server.responses import ApiError
 from inference.server.worker import Worker
 from model import graphs
 
-TOKENIZER = build_tokenizer(BytesConfig(name="bytes"))
 SAMPLING = [
     SamplingConfig(),
     SamplingConfig(temperature=0),
@@ -27,7 +26,7 @@ SAMPLING = [
 
 def generation(prompt=b"abc", **request):
     defaults = {"max_tokens": 10, "sampling": SamplingConfig(), "seed": 1, "prompt_start": 1}
-    return Generation(Request((256, *prompt), **(defaults | request)), TOKENIZER)
+    return Generation(Request((256, *prompt), **(defaults | request)), BYTES)
 
 
 @pytest.fixture
@@ -253,17 +252,6 @@ def test_a_step_that_fails_ends_its_texts_and_the_engine_goes_on(make_engine, mo
     assert after.text == alone(engine, after)
 
 
-def test_a_stop_string_ends_a_text_and_is_no_part_of_it(make_engine):
-    engine = make_engine()
-    whole = written(engine, max_tokens=60, seed=3)
-    stop = whole.text[20:23]
-    reader = written(engine, max_tokens=60, seed=3, stop=("never there", stop), n_top=2)
-    assert reader.text == whole.text[: whole.text.index(stop)]
-    assert reader.finish_reason == "stop"
-    assert all(token.offset < len(reader.text) for token in reader.tokens)
-    assert len(reader.drawn) < 60
-
-
 def test_probabilities_are_those_of_the_whole_text(make_engine, monkeypatch):
     engine = make_engine()
     monkeypatch.setattr("inference.prefill.CHUNK", 7)  # the prompt's cross the borders of chunks
@@ -330,15 +318,12 @@ def test_an_engine_whose_upkeep_fails_tells_everyone_and_goes_on(make_engine, mo
 
     monkeypatch.setattr(engine, "_keep_unfinished", failing)
     worker.start()
-    readers = [submit(worker, max_tokens=3) for _ in range(3)]
     deadline = time.monotonic() + 60
-    while not all(reader.finished for reader in readers):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    later = submit(worker, max_tokens=3)
-    while not later.finished:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    for _ in range(2):
+        texts = [submit(worker, max_tokens=3) for _ in range(3)]
+        while not all(text.finished for text in texts):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
     worker.stop()
     worker.join()
-    assert later.error is None
+    assert [text.error for text in texts] == [None] * 3

@@ -15,10 +15,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from printed import assert_one_line
+from texts import BYTES, CHAT
 
 from cli.help import help_of
-from data.chat import ChatTokenizer
-from data.tokenizer import BytesConfig, build_tokenizer
 from inference.engine import Engine, generate
 from inference.generation import Generation
 from inference.prefill import CHUNK, Request
@@ -34,7 +33,6 @@ from inference.server.responses import ApiError, CompletionResponse
 from inference.server.serve import _Connection
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed: pip install -e '.[dev]'")
-CHAT = ChatTokenizer(build_tokenizer(BytesConfig(name="bytes")))
 FOREVER = {"max_tokens": 100_000, "temperature": 0, "repetition_penalty": 1}
 
 
@@ -114,11 +112,11 @@ def test_a_conversation_reads_its_beginning_once(client, make_gpt):
     assert reused == [0, 511, 767]  # whole pieces of 256, of which <|endoftext|> is no part of the prompt
 
 
-def test_a_prompt_for_which_there_is_no_memory_is_refused(monkeypatch, make_gpt, tokenizer):
+def test_a_prompt_for_which_there_is_no_memory_is_refused(monkeypatch, make_gpt):
     monkeypatch.setattr("inference.engine.available_memory", lambda: 10**6)
     worker = SimpleNamespace(engine=Engine(make_gpt("softmax", "rotary"), 257, 1), max_texts=2)
     limits = SimpleNamespace(max_tokens=100, max_prompt_tokens=10**6)
-    served = SimpleNamespace(tokenizer=tokenizer, limits=limits, worker=worker)
+    served = SimpleNamespace(tokenizer=BYTES, limits=limits, worker=worker)
     assert len(_generations(CompletionRequest(prompt=["a" * 100]), served)) == 1
     message = r"a text of 4,016 tokens does not fit into memory: its keys and values are 2,056"
     with pytest.raises(ApiError, match=message) as refused:
@@ -126,10 +124,10 @@ def test_a_prompt_for_which_there_is_no_memory_is_refused(monkeypatch, make_gpt,
     assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "prompt")
 
 
-def test_the_progress_of_a_long_prompt_is_a_comment_of_the_stream(monkeypatch, make_gpt, tokenizer):
+def test_the_progress_of_a_long_prompt_is_a_comment_of_the_stream(monkeypatch, make_gpt):
     monkeypatch.setattr("inference.generation._SECONDS_BETWEEN_REPORTS", -1.0)
     news, ids = [], (256, *b"x" * 5000)
-    text = Generation(Request(ids, 1, seed=1, prompt_start=1), tokenizer, news.append)
+    text = Generation(Request(ids, 1, seed=1, prompt_start=1), BYTES, news.append)
     engine = Engine(make_gpt(endless=True), 257, 1, interleave=True)
     engine.submit([text])
     while not text.finished:
@@ -142,7 +140,7 @@ def test_the_progress_of_a_long_prompt_is_a_comment_of_the_stream(monkeypatch, m
             yield 0, one
 
     async def collect():
-        response = CompletionResponse("tiny", [text], tokenizer, 1)
+        response = CompletionResponse("tiny", [text], BYTES, 1)
         return [event async for event in stream((0, progress[0]), each(), response, True)]
 
     *comments, last, usage, done = asyncio.run(collect())
@@ -158,6 +156,7 @@ def test_every_choice_has_its_prompt_and_its_seed(client, make_gpt):
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     texts = [expected(make_gpt(endless=True), prompt, 9, seed) for prompt in ("a", "bc") for seed in (5, 6)]
     assert [choice["text"] for choice in answer["choices"]] == texts
+    assert len(set(texts)) == 4
     assert answer["usage"]["prompt_tokens"] == 3
     assert answer["usage"]["completion_tokens"] == 36
 
@@ -204,10 +203,11 @@ def test_probabilities_have_openais_form(client):
 
 def test_a_stop_string_ends_a_completion(client):
     text = complete(client, prompt="x", max_tokens=60, seed=2)["choices"][0]["text"]
-    stop = text[10:12]
+    stop = text[20:23]
     for given in (stop, ["not there", stop]):
-        choice = complete(client, prompt="x", max_tokens=60, seed=2, stop=given)["choices"][0]
+        choice = complete(client, prompt="x", max_tokens=60, seed=2, stop=given, logprobs=0)["choices"][0]
         assert choice["text"] == text[: text.index(stop)]
+        assert 0 < max(choice["logprobs"]["text_offset"]) < len(choice["text"]), "what is left out has no probabilities"
         assert choice["finish_reason"] == "stop"
 
 
