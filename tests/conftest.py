@@ -145,6 +145,14 @@ def rank_file(tmp_path_factory):
 
 
 @pytest.fixture
+def gpt2_ranks():
+    """GPT-2's own rank file."""
+    if not (path := ROOT.parent / "shared" / "tokenizer" / "gpt2.tiktoken").is_file():
+        pytest.skip("no copy of GPT-2's rank file here")
+    return path
+
+
+@pytest.fixture
 def tiny(dataset_dir, tmp_path):
     """Builds a TrainConfig of a tiny model; settings given as {"optim.max_lr": 1e-3} replace its own."""
     from trainer.config import TrainConfig

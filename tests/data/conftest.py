@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 from shard_files import write_shards
@@ -8,15 +7,6 @@ from common.files import write_json
 from common.settings import decode
 from data.prepare.dataset import PrepareConfig
 from data.shards import Counts, Manifest, Split, TokenizerId, TokenStream
-
-GPT2_RANKS = Path(__file__).resolve().parents[3] / "shared" / "tokenizer" / "gpt2.tiktoken"
-
-
-@pytest.fixture
-def gpt2_ranks():
-    if not GPT2_RANKS.is_file():
-        pytest.skip("no copy of GPT-2's rank file here")
-    return GPT2_RANKS
 
 
 @pytest.fixture

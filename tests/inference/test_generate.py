@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from texts import gpt_of
 
 from common.settings import UserError, decode
 from inference.engine import generate
 from inference.prefill import read
 from inference.sampling import SamplingConfig, draw, weigh
-from model.gpt import GPT, GPTConfig
 
 COMBINATIONS = [
     (attention, block, position)
@@ -22,11 +22,8 @@ COMBINATIONS = [
 ]
 
 
-def make_gpt(attention="log_space", block="glu", position="log_recurrence"):
-    torch.manual_seed(0)
-    raw = {"n_vocab": 50, "pad_vocab": 64, "n_layer": 2, "n_head": 2, "n_embd": 16}
-    parts = {"attention": {"name": attention}, "block": {"name": block}, "position": {"name": position}}
-    return GPT(decode(GPTConfig, raw | parts)).double().eval()
+def make_gpt(**parts):
+    return gpt_of(n_vocab=50, pad_vocab=64, **parts).double()
 
 
 def exact(logits, sampling, looser=1):
@@ -218,7 +215,7 @@ def test_a_token_depends_on_its_own_row_alone():
 
 @pytest.mark.parametrize(("attention", "block", "position"), COMBINATIONS)
 def test_greedy_decoding_is_greedy_on_the_whole_text(attention, block, position):
-    gpt = make_gpt(attention, block, position)
+    gpt = make_gpt(attention=attention, block=block, position=position)
     ids = torch.randint(50, (2, 5), generator=torch.Generator().manual_seed(1))
     tokens = itertools.islice(generate(gpt, ids, n_vocab=50, sampling=SamplingConfig(temperature=0)), 12)
     decoded = torch.stack(list(tokens), dim=1)

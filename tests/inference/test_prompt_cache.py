@@ -5,19 +5,12 @@ import random
 
 import pytest
 import torch
-from texts import BYTES, Recorded, random_ids
+from texts import BYTES, Recorded, gpt_of, random_ids
 
 from inference.engine import Engine, PromptCache
 from inference.generation import Generation
 from inference.prefill import CHUNK, Request
 from inference.sampling import SamplingConfig
-from model.gpt import GPT, GPTConfig
-
-
-def gpt_of(attention="log_space", position="log_recurrence", eot_id=None):
-    torch.manual_seed(0)
-    raw = {"n_vocab": 257, "n_layer": 2, "n_head": 2, "n_embd": 16, "block": {"name": "mlp"}}
-    return GPT(GPTConfig(**raw, attention={"name": attention}, position={"name": position}), eot_id).eval()
 
 
 def text_after(ids):
@@ -85,7 +78,7 @@ def ids_of(n, seed=0):
 )
 def test_texts_have_the_same_bits_with_it(attention, position, eot_id, interleave):
     """A conversation of growing prompts, another text, the same again, and one that ends with a whole piece."""
-    gpt, first = gpt_of(attention, position, eot_id), ids_of(400)
+    gpt, first = gpt_of(eot_id, attention=attention, position=position), ids_of(400)
     prompts = [first, first + ids_of(250, 1), ids_of(300, 2), first + ids_of(250, 1), first[:CHUNK], first[:100]]
     cached = Engine(gpt, 257, 2, interleave, cache=PromptCache(20, 10**8))
     reused = []
@@ -134,7 +127,7 @@ def test_a_prompt_whose_probabilities_are_asked_for_is_read_whole():
 
 def test_a_cached_text_stays_what_it_is():
     """Two texts go on from it at once, and then a third."""
-    gpt, ids = gpt_of("softmax", "rotary"), ids_of(300)
+    gpt, ids = gpt_of(attention="softmax", position="rotary"), ids_of(300)
     engine = Engine(gpt, 257, 4, cache=PromptCache(20, 10**8))
     first = written(engine, ids)
     texts = [Recorded(Request((*ids, i), 5, SamplingConfig(), i), BYTES) for i in (1, 2)]

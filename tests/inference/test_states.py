@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import safetensors.torch
 import torch
-from texts import BYTES, Recorded, random_ids
+from texts import BYTES, Recorded, gpt_of, random_ids
 
 from common.settings import UserError, decode
 from data.tokenizer import GPT2Config, build_tokenizer
@@ -21,7 +21,6 @@ from inference.sampling import SamplingConfig
 from inference.state_file import load_state, save_state, sum_of
 from model.attention import ATTENTION
 from model.attention.cache import _Buffer
-from model.gpt import GPT, GPTConfig
 from trainer.runtime import Runtime
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -43,11 +42,7 @@ MODELS = [
 
 def loaded_of(dtype=torch.float32, eot_id=None, **changes):
     """A model of bytes as `load` gives it."""
-    torch.manual_seed(0)
-    raw = {"n_vocab": 257, "n_layer": 2, "n_head": 2, "n_embd": 16, "attention": {"name": "log_space"}}
-    raw |= {"block": {"name": "mlp"}, "position": {"name": "log_recurrence"}}
-    gpt = GPT(decode(GPTConfig, raw | changes), eot_id).to(dtype).eval()
-    return Loaded(None, gpt, BYTES, Runtime(torch.device("cpu"), dtype), "a" * 64)
+    return Loaded(None, gpt_of(eot_id, **changes).to(dtype), BYTES, Runtime(torch.device("cpu"), dtype), "a" * 64)
 
 
 def continued(loaded, request, n=5):

@@ -19,11 +19,8 @@ def talk(i):
 GOOD = [{"messages": talk(i)} for i in range(30)]
 BAD = {
     "a conversation without an answer": [{"messages": talk(1)[:1]}, {"messages": []}],
-    "a message to or from a tool": [{"messages": [*talk(1), {"role": "tool", "content": "x"}]}],
     "a message whose content is not text": [{"completion": "b"}],
-    "a message whose role is not system, user or assistant": [{"messages": [{"role": "critic", "content": "x"}]}],
     "an empty answer": [{"prompt": "a", "completion": ""}],
-    "lone surrogate": [{"prompt": "\ud800", "completion": "b"}],
     "messages is not a list": [{"messages": "hello"}],
     "missing text": [{"text": "hello"}, 3],
 }

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from texts import BYTES, CHAT
+from texts import BYTES, CHAT, gpt_of
 
-from common.settings import decode
-from model.gpt import GPT, GPTConfig
 from tools.convert.new_run import begin_with
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -23,11 +21,7 @@ def make_gpt():
     """Builds tiny models of bytes in float64, in which batches of any size give the same tokens."""
 
     def make(attention="log_space", position="log_recurrence", endless=False, **changes):
-        torch.manual_seed(0)
-        raw = {"n_vocab": 257, "n_layer": 2, "n_head": 2, "n_embd": 16, "block": {"name": "mlp"}}
-        attention = {"name": attention} if isinstance(attention, str) else attention
-        parts = {"attention": attention, "position": {"name": position}}
-        gpt = GPT(decode(GPTConfig, raw | parts | changes)).double().eval()
+        gpt = gpt_of(attention=attention, position=position, **changes).double()
         with torch.no_grad():
             gpt.embed.weight.mul_(2 if endless else 20)  # so that some tokens are much likelier than others
             if endless:
