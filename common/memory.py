@@ -26,8 +26,9 @@ def out_of_memory(error: BaseException) -> bool:
     """Whether an error means that the device or the machine is out of memory."""
     if isinstance(error, MemoryError):
         return True
-    signs = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    signs = ["can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"]
+    signs += ("failed to map segment", "could not create a primitive\n")  # of the loader of libraries; of oneDNN
+    return isinstance(error, RuntimeError | ImportError) and any(sign in f"{error}\n" for sign in signs)
 
 
 def _group_room(group: Path) -> list[int]:

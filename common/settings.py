@@ -198,7 +198,7 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 _SENTENCES = {
     "missing": "config key '{path}' is missing: give it a value, as in {path}=...",
-    "model": "config {path}{given}: it has keys of its own: write {path}.KEY=VALUE (--help shows them)",
+    "model": "config {path}{given}: it has keys of its own: give values to them, as in {path}.KEY",
     "removed": "config {within}{setting} was removed: {instead}",
     "union_tag_invalid": "config {path}.name={tag!r} does not exist: {nearest}",
     "union_tag_not_found": "config key '{path}.name' is missing: give it a value",

@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import re
+import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from common.commit import code_digest
-from common.console import console, print_error
+from common.console import console, errors, print_error
 from common.exits import AGAIN
 from common.settings import UserError, differences
 from trainer.deadline import Deadline
@@ -37,6 +38,8 @@ _LEAVE_SECONDS = 20.0
 """How long a failed process waits for the others, who may be inside NCCL, before it aborts NCCL's operations."""
 _KEEP_STORE_SECONDS = 3.0
 """How long a process that hosts the store stays for the others, at most."""
+_LATE_SECONDS = 30.0
+"""How long a process waits for the others before it says so."""
 _FOREVER = timedelta(days=20)  # torch counts milliseconds, in part with 32 bits
 
 
@@ -233,7 +236,7 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
         SystemExit: another process is gone; one line says why. With status AGAIN, only the steps since the last
             checkpoint are lost; with status 1, the other process has printed an error that a person must fix.
     """
-    if "RANK" not in os.environ and int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if "RANK" not in os.environ and os.environ.get("WORLD_SIZE", "1") == "1":
         alone = Deadline(hang_seconds)
         try:
             yield World(device, deadline=alone)
@@ -292,16 +295,23 @@ def _read_environment() -> tuple[int, int]:
     if missing:
         what = f"several processes need {', '.join(needed)}, and {', '.join(missing)} is not set"
         raise UserError(f"{what}: start with torchrun or scripts/slurm/train.sbatch, or set none of them")
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    size = _number_in_environment("WORLD_SIZE", 2**31)
+    return _number_in_environment("RANK", size), size
+
+
+def _number_in_environment(name: str, below: int) -> int:
+    text = os.environ.get(name, "0")
+    if not text.isdecimal() or int(text) >= below:
+        raise UserError(f"{name}={text} in the environment: give a whole number below {below}")
+    return int(text)
 
 
 def _own_device(device: torch.device) -> torch.device:
     """The CPU, or the GPU of this machine that belongs to this process."""
     if device.type != "cuda":
         return device
-    index, there_are = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-    if there_are == 1:  # some launchers show each process only its own GPU
-        index = 0
+    there_are = torch.cuda.device_count()  # 1: some launchers show each process only its own GPU
+    index = 0 if there_are == 1 else _number_in_environment("LOCAL_RANK", 2**31)
     if index >= there_are:
         raise UserError(f"LOCAL_RANK={index}, but torch sees {there_are} GPUs here: start one process for each GPU")
     torch.cuda.set_device(index)
@@ -314,13 +324,18 @@ def _connect(host_it: bool, size: int, timeout: timedelta) -> dist.Store:
     torchrun's store outlives the processes that it restarts. Every attempt has its own prefix, so that it does not
     find values (such as addresses) of an earlier one, as it would with torch's own rendezvous.
     """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, port = os.environ["MASTER_ADDR"], _number_in_environment("MASTER_PORT", 2**16)
+    line = f"waiting for the others of {size} processes at MASTER_ADDR={host} MASTER_PORT={port}"
+    late = threading.Timer(_LATE_SECONDS, errors.print, (line,), {"markup": False})
+    late.start()
     try:
         store = dist.TCPStore(host, port, size, is_master=host_it, timeout=timeout, multi_tenant=host_it)
     except dist.DistNetworkError as error:
         if host_it and "EADDRINUSE" in str(error):
             raise UserError(f"MASTER_PORT={port} is in use on {host}: set another for all processes") from None
         raise
+    finally:
+        late.cancel()
     return dist.PrefixStore(f"{size} processes, attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 

@@ -29,10 +29,9 @@ class MetricsLog:
         self._warned = False
         self._lock = threading.Lock()  # guards everything here
         new = file_size(path) is None  # refuses a link to another file
-        if new and resumed_at > 0:
-            warn(f"{path} is missing: the metrics of steps 1 to {resumed_at} are lost")
-        if not new:
-            _drop_later(path, resumed_at)
+        last = 0 if new else _drop_later(path, resumed_at)
+        if last < resumed_at:
+            warn(f"{path}: the metrics of steps {last + 1} to {resumed_at} are lost")
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         self._synced = os.fstat(self._file).st_size  # bytes on disk
         self._recent = bytearray()  # lines since the last sync, which may still be lost
@@ -94,16 +93,20 @@ class MetricsLog:
         return OSError(error.errno, error.strerror, str(self.path))
 
 
-def _drop_later(path: Path, step: int) -> None:
-    """Cut the file after its last line up to `step`, which needs no room on disk, and remove damaged lines."""
-    kept, end = bytearray(), 0
+def _drop_later(path: Path, step: int) -> int:
+    """Cut the file after its last line up to `step`, which needs no room on disk, and remove damaged lines.
+
+    Returns the last step that it has then.
+    """
+    kept, end, last = bytearray(), 0, 0
     for line, text, after in _lines(path):
         if line["step"] <= step:
             kept += text
-            end = after
+            end, last = after, max(last, line["step"])
     os.truncate(path, end)
     if len(kept) < end:
         write_atomic(path, bytes(kept))
+    return last
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -134,8 +137,9 @@ def _parse(text: bytes) -> dict[str, Any] | None:
     try:
         line: dict[str, Any] = orjson.loads(text)
         losses = [line[key] + 0.0 for key in ("loss", "val_loss") if key in line]
-        whole = type(line["step"]) is int and (not losses or type(line["tokens"]) is int)
-        whole &= isinstance(line.get("sample", ""), str)
+        counts = [line["step"], *([line["tokens"]] if losses else [])]
+        whole = all(type(count) is int for count in counts) and isinstance(line.get("sample", ""), str)
+        whole &= all(0 <= number < 1e300 for number in counts + losses)  # drawing larger ones overflows
     except (ValueError, TypeError, KeyError):
         return None
     return line if whole else None

@@ -235,15 +235,17 @@ def find_checkpoint(run_dir: Path, world: World) -> Checkpoint | None:
     """
     world.at(f"reading the checkpoints of {run_dir}")
     found = open_newest(run_dir) if world.is_main else None
-    name = world.exchange("checkpoint", found.path.name if found else "")[0]
+    name, identity = world.exchange("checkpoint", (found.path.name, found.identity()) if found else ("", ""))[0]
     if world.is_main or not name:
         return found
     path = run_dir / "checkpoints" / name
     try:
-        return open_checkpoint(path, files=())  # the main process has verified it
+        if (found := open_checkpoint(path, files=())).identity() != identity:  # the main process has verified it
+            raise UserError("its weights are others")
     except UserError as error:
         why = f"process {world.rank} cannot see {path} as the main process does ({error})"
         raise UserError(f"{why}: put run_dir where all machines see it") from None
+    return found
 
 
 def restore(checkpoint: Checkpoint, fresh: TrainState, tensors: Tensors, world: World) -> TrainState:

@@ -172,9 +172,9 @@ def requests_of(
     """
     if request.max_tokens > limits.max_tokens:
         raise UserError(f"max_tokens={request.max_tokens} is too much: this server gives at most {limits.max_tokens}")
-    seed = secrets.randbelow(2**53) if request.seed is None else request.seed
     requests = []
     for prompt in request.prompt:
+        seed = secrets.randbelow(2**53) if request.seed is None else request.seed
         ids = tuple(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         if wrong := [token_id for token_id in ids if not 0 <= token_id < tokenizer.n_vocab]:
             raise UserError(f"prompt has the token id {wrong[0]}: this model's are 0 to {tokenizer.n_vocab - 1}")

@@ -125,9 +125,9 @@ def test_mistakes_and_old_flags_are_one_line(script, words, message):
 
 def test_a_command_answers_what_a_user_can_mend_in_one_line(script):
     def fail(options):
-        raise UserError("out=/x cannot be written: [choose] another")
+        raise UserError("out=/x:art: cannot be written: [choose] another")
 
-    assert script(fail) == (1, "", "error: out=/x cannot be written: [choose] another\n")
+    assert script(fail) == (1, "", "error: out=/x:art: cannot be written: [choose] another\n")
     with pytest.raises(UserError):
         script(fail, "--debug")
 

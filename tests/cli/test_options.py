@@ -104,7 +104,11 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
         ("train", "-max_steps 3", "-max_steps: options are KEY=VALUE here: write max_steps=..."),
         ("train", "optim.max_lr=0,003", "for a decimal number, write optim.max_lr=0.003"),
         ("train", "-m optim.max_lr=0,003", "optim.max_lr=0,003 is two numbers: write optim.max_lr=0.003"),
-        ("train", "dataset_dir=x eval=false", "config eval=false: it has keys of its own: write eval.KEY=VALUE"),
+        (
+            "train",
+            "dataset_dir=x eval=false",
+            "config eval=false: it has keys of its own: give values to them",
+        ),
         ("train", "dataset_dir=x optim.betas=0.9", "give several values in brackets, such as [0.9,...]"),
         ("train", "dataset_dir=x model.ngrams=[2,99]", "model.ngrams.1=99: give 64 or less (n-gram memory: lengths"),
         ("train", "dataset_dir=x optim.betas=[0.9]", "config optim.betas has too few values: it needs 2 or more"),

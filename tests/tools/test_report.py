@@ -210,8 +210,7 @@ def test_what_is_no_file_costs_a_warning(tmp_path, capsys, name, replace):
     records = read_records([tmp_path])
     left_out = name == "metrics.jsonl" and not path.is_file()
     assert len(records) == 2 - left_out
-    is_no_run = left_out and replace is os.mkdir
-    assert capsys.readouterr().err.count("warning: ") == 1 - is_no_run
+    assert capsys.readouterr().err.count("warning: ") == 1
 
 
 def test_failed_runs_are_named_with_the_last_line_of_their_error(sweep, monkeypatch, capsys):
@@ -242,6 +241,9 @@ def test_without_a_run_there_is_one_line(command, tmp_path, monkeypatch, given):
     (tmp_path / "file").write_text("")
     monkeypatch.chdir(tmp_path)
     assert_one_line(command("scripts/report", f"folders={given}"), given)
+    if given == "empty":
+        run = make_run(tmp_path / "run", [val(1, 3.0)])
+        assert command("scripts/report", f"folders={run},empty").err.startswith("warning: no run in empty: a run has")
     with pytest.raises(UserError):
         command("scripts/report", f"folders={tmp_path / given}", "--debug")
 

@@ -9,10 +9,11 @@ import time
 
 import pytest
 import torch
-from ranks import finish, lines_in, run, started, wait_until
+from ranks import finish, free_port, lines_in, run, started, wait_until
 
 from common.exits import AGAIN
 from common.settings import UserError
+from trainer import distributed
 from trainer.deadline import Deadline
 from trainer.distributed import join_world
 
@@ -278,22 +279,35 @@ def test_a_store_that_ends_before_this_process_is_done_with_it_is_no_error(monke
     assert errors == []
 
 
-def test_an_incomplete_launcher_is_told(monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with (
-        pytest.raises(UserError, match=r"MASTER_ADDR is not set: start with torchrun"),
-        join_world(torch.device("cpu")),
-    ):
-        pass
-
-
-def test_a_port_in_use_is_named(monkeypatch):
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("MASTER_ADDR", "MASTER_ADDR is not set: start with torchrun"),
+        ("RANK=x", "^RANK=x in the environment: give a whole number below 2$"),
+        ("RANK=2", "^RANK=2 in the environment: give a whole number below 2$"),
+        ("WORLD_SIZE=-2", "^WORLD_SIZE=-2 in the environment: give"),
+        ("MASTER_PORT=65536", "^MASTER_PORT=65536 in the environment: give a whole number below 65536$"),
+        ("", "^MASTER_PORT={port} is in use on 127.0.0.1: set another"),
+    ],
+)
+def test_a_wrong_launcher_is_told(monkeypatch, wrong, message):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        launcher = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        port = str(server.getsockname()[1])
+        launcher = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         for name, value in launcher.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(UserError, match=f"^MASTER_PORT={port} is in use on 127.0.0.1: set another"):
+        name, _, value = wrong.partition("=")
+        monkeypatch.delenv(name) if name and not value else monkeypatch.setenv(name or "RANK", value or "0")
+        with pytest.raises(UserError, match=message.format(port=port)):
             join_world(torch.device("cpu"), hang_seconds=5).__enter__()
+
+
+def test_a_process_that_waits_for_others_says_where(monkeypatch, capsys):
+    monkeypatch.setattr(distributed, "_LATE_SECONDS", 0.1)
+    port = free_port()
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        join_world(torch.device("cpu"), hang_seconds=0.1).__enter__()
+    line = f"waiting for the others of 2 processes at MASTER_ADDR=127.0.0.1 MASTER_PORT={port}\n"
+    assert capsys.readouterr().err.startswith(line)

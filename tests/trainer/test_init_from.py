@@ -118,11 +118,12 @@ def test_processes_that_do_not_see_the_same_checkpoint_are_refused(tiny, tmp_pat
     world.store.set("init_from/0", json.dumps({"the weights of init_from": "others"}))
     with pytest.raises(UserError, match=r"^process 1 differs from process 0 in the weights of init_from="):
         take_weights(gpt, tmp_path / "run", tokenizer, world)
-    world.store.set("checkpoint/0", json.dumps("step-00000003"))
-    message = "process 1 cannot see .*step-00000003 as the main process does .*: put run_dir where all machines see it"
-    with pytest.raises(UserError, match=message) as error:
-        find_checkpoint(tmp_path / "run", world)
-    assert "\n" not in str(error.value)
+    for step, why in ((2, "its weights are others"), (3, "")):
+        world.store.set("checkpoint/0", json.dumps((f"step-0000000{step}", "others")))
+        message = f"process 1 cannot see .*step-0000000{step} as the main process does .*{why}.*: put run_dir where all"
+        with pytest.raises(UserError, match=message) as error:
+            find_checkpoint(tmp_path / "run", world)
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.slow

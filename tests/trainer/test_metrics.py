@@ -46,12 +46,17 @@ def steps(path):
     return [line["step"] for line in read_metrics(path)]
 
 
-def test_a_log_that_is_missing_when_a_run_goes_on_is_said(path, opened, capsys):
+@pytest.mark.parametrize(
+    ("left", "lost"), [(None, "1 to 2"), (b"", "1 to 2"), (b"\0" * 4096, "1 to 2"), (b'{"step": 1}\n{"st', "2 to 2")]
+)
+def test_steps_that_a_log_lacks_when_a_run_goes_on_are_said(path, opened, capsys, left, lost):
     opened(resumed_at=0)
     path.unlink()
     assert capsys.readouterr().err == ""
+    if left is not None:
+        path.write_bytes(left)
     opened(resumed_at=2)
-    assert capsys.readouterr().err == f"warning: {path} is missing: the metrics of steps 1 to 2 are lost\n"
+    assert capsys.readouterr().err == f"warning: {path}: the metrics of steps {lost} are lost\n"
 
 
 @pytest.mark.parametrize(
@@ -96,7 +101,8 @@ DAMAGE = [
 ]
 DAMAGE += [b'{"step": 1, "loss": 3}', b'{"step": 1, "tokens": 64, "loss": null}']
 DAMAGE += [b'{"step": 1, "tokens": 64, "val_loss": "3"}', b'{"step": 1, "tokens": 64, "val_loss": NaN}']
-DAMAGE += [b'{"step": 1, "tokens": 64, "val_loss": 3, "sample": null}']
+DAMAGE += [b'{"step": 1, "tokens": 64, "val_loss": 3, "sample": null}', b'{"step": -1}']
+DAMAGE += [b'{"step": 1, "tokens": 64, "loss": 1e308}', b'{"step": 1, "tokens": -64, "loss": 3}']
 
 
 def test_damaged_lines_are_left_out_counted_and_removed_when_the_run_goes_on(path, opened, capsys):

@@ -144,7 +144,10 @@ def test_what_means_that_memory_is_out():
     assert out_of_memory(real.value)
     assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
     assert out_of_memory(RuntimeError("CUDA error: out of memory"))
+    assert out_of_memory(RuntimeError("could not create a primitive"))
+    assert out_of_memory(ImportError("libtorch_cpu.so: failed to map segment from shared object"))
     assert out_of_memory(MemoryError())
+    assert not out_of_memory(RuntimeError("could not create a primitive descriptor for a matmul primitive"))
     assert not out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not out_of_memory(OSError(28, "No space left on device"))
 

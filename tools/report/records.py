@@ -63,6 +63,8 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
     for path in paths:
         if not path.is_dir():
             raise UserError(f"{path} is not a folder: give the folder of a run, of a sweep, or of many runs")
+        if next(_runs_in(path), None) is None and len(paths) > 1:
+            warn(f"no run in {path}: a run has a metrics.jsonl")
     folders = list(dict.fromkeys(folder for path in paths for folder in _runs_in(path)))
     above = [folder.absolute().parent for folder in folders]
     common = common_folder(paths if len(folders) > 1 else above or paths or [Path()])
@@ -137,7 +139,7 @@ def _runs_in(path: Path) -> Iterator[Path]:
     """Yield the run at this path, or those below it. Links to folders are not followed."""
     for folder, inside, files in os.walk(path):
         inside.sort()
-        if "metrics.jsonl" in files or _failure(Path(folder)):
+        if "metrics.jsonl" in [*files, *inside] or _failure(Path(folder)):
             inside.clear()
             yield Path(folder)
 

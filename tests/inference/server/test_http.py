@@ -159,6 +159,8 @@ def test_every_choice_has_its_prompt_and_its_seed(client, make_gpt):
     assert len(set(texts)) == 4
     assert answer["usage"]["prompt_tokens"] == 3
     assert answer["usage"]["completion_tokens"] == 36
+    one, other = complete(client, prompt=["a", "a"], max_tokens=9)["choices"]
+    assert one["text"] != other["text"]
 
 
 def test_token_ids_are_a_prompt_as_good_as_text(client):
