@@ -252,12 +252,14 @@ class TextSource(NamedFiles, defaults="data/text"):
     def _has_lines(self, head: str, is_json: bool) -> bool:
         """Whether a text that begins so is JSON lines. `is_json`: its file is named so. Raises Unreadable."""
         line, end, rest = head.partition("\n")
+        is_object = re.match(r'\s*\{\s*"', line) and (not end or line.rstrip().endswith("}"))
+        if is_object and rest.lstrip().startswith("{"):
+            return True
         has_text = rf'"{re.escape(self.text_field)}"\s*:'
         an_array = rf'\s*\[\s*\{{\s*"|\s*\{{[^{{[]*\[\s*\{{[^{{}}]*{has_text}'  # or an object that begins with one
         if re.match(an_array, head) or (is_json and re.match(r"\s*\[", head)):
             raise Unreadable(ARRAY)
-        is_object = re.match(r'\s*\{\s*"', line) and (not end or line.rstrip().endswith("}"))
-        return bool(is_object and (re.search(has_text, line) or rest.lstrip().startswith("{")))
+        return bool(is_object and re.search(has_text, line))
 
     def text_and_set(self, content: Any) -> tuple[Any, str]:
         """Return a passage, or parse a line."""

@@ -213,6 +213,7 @@ FORMATS = {  # name: content, and what data=text and data=jsonl make of it: text
     "text.pdf": (b"%PDF-1.4\n" + NOTE.encode(), "binary data", "binary data"),
     "squad.json": (f'{{"version": 1, "data": {ARRAY_OF_THEM}}}'.encode(), "JSON array", "missing text"),
     "others.txt": (b'{"body": 1}\n' * 2, "missing text", "missing text"),
+    "turns.json": (LINES.replace('"id"', '"turns": [{"text": "a"}], "id"').encode(), LINES, LINES),
     "prose.txt": (
         b'["text"] is a list, {"text": 1} is not.\n',
         ['["text"] is a list, {"text": 1} is not.\n'],
