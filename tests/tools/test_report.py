@@ -72,11 +72,14 @@ def data_of(page):
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
 
 
-def test_runs_that_are_validated_on_other_text_cause_a_warning(tmp_path, capsys):
-    for name in ("a", "b"):
-        make_run(tmp_path / name, [val(1, 2.0)], {"dataset_dir": f"datasets/{name}", "seed": 1})
+def test_runs_that_are_validated_on_other_tokens_cause_a_warning(tmp_path, capsys):
+    for n, loss in ((3, "all"), (7, "answers")):
+        config = {"dataset_dir": f"datasets/{loss}", "data": {"loss": loss}, "eval": {"every": n}}
+        make_run(tmp_path / loss, [val(1, n)], config | {"checkpoint": {"every": n}, "seed": 1})
     write_report([tmp_path], None)
-    assert "runs differ in dataset_dir: losses of other validation texts" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "runs differ in dataset_dir and data.loss: losses of other validation tokens" in said.err
+    assert "token: loss=all, checkpoint.every=3, dataset_dir=datasets/all, eval.every=3\n" in said.out
 
 
 def test_the_figures_are_those_of_the_lines(tmp_path):

@@ -266,8 +266,10 @@ def shown(value: Any) -> float | str:
 def labels(records: Sequence[Record]) -> list[str]:
     """Return short names: the settings in which the runs differ, or their folders if the settings are not enough."""
     keys = [key for key in varying_settings(records) if key != "seed" or all(not r.members for r in records)]
+    ends = [key.rpartition(".")[2] for key in keys]
+    parts = {key: end if ends.count(end) == 1 else key for key, end in zip(keys, ends, strict=True)}
     short = [
-        ", ".join(f"{key.rpartition('.')[2]}={brief(r.settings.get(key))}" for key in keys if r.settings) or r.name
+        ", ".join(f"{part}={brief(r.settings.get(key))}" for key, part in parts.items() if r.settings) or r.name
         for r in records
     ]
     enough = keys and len(set(short)) == len(short) and max(map(len, short)) <= 80

@@ -48,8 +48,8 @@ def write_report(folders: Items[Path], out: Path | None, watch: bool = False) ->
     n_runs = sum(record.figures["runs"] for record in records)
     say(f"{count(n_runs, 'run')}{lowest}")
     varying = varying_settings(records)
-    if text := [key for key in ("dataset_dir", "eval.batches") if key in varying]:
-        warn(f"runs differ in {' and '.join(text)}: losses of other validation texts cannot be compared")
+    if text := [key for key in ("dataset_dir", "data.loss", "eval.batches") if key in varying]:
+        warn(f"runs differ in {' and '.join(text)}: losses of other validation tokens cannot be compared")
     for record in records:
         if record.failure:
             warn(f"{record.name} failed: {record.failure}")
