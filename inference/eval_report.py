@@ -16,10 +16,9 @@ _FIRST_POSITION = 16  # beside long contexts: the loss of the first tokens is so
 
 def show_evaluation(result: dict[str, Any], checkpoint: str) -> None:
     """Print a line of totals, a table of the sets if there are several, and a table of the contexts."""
-    of_answers = " on answers" if result["loss_of"] == "answers" else ""
     say(
         f"{checkpoint} on {result['dataset_dir']} ({result['split']}, {result['tokens']:,} tokens): "
-        f"loss{of_answers} {_number(result['loss'])} nats per token, perplexity {_number(result['perplexity'], 3)}"
+        f"{_loss(result)}, perplexity {_number(result['perplexity'], 3)}"
         + (f", {_number(result['bits_per_byte'])} bits per byte" if result["bytes"] else "")
     )
     if len(result["sets"]) > 1:
@@ -41,6 +40,11 @@ def _table(first: str, rows: list[tuple[str, dict[str, Any]]]) -> Table:
     return table
 
 
+def _loss(result: dict[str, Any]) -> str:
+    of_answers = " on answers" if result["loss_of"] == "answers" else ""
+    return f"loss{of_answers} {_number(result['loss'])} nats per token"
+
+
 def _number(value: float | None, digits: int = 4) -> str:
     return "not finite" if value is None else f"{value:.{digits}f}"
 
@@ -55,7 +59,7 @@ def draw_evaluation(result: dict[str, Any], trained_on: int) -> bytes:
     figure = Figure(figsize=(8, 4.5))
     axes = figure.add_subplot()
     title = f"{result['run']} {result['checkpoint']} on {result['dataset_dir']} ({result['split']})"
-    figure.suptitle(f"loss {_number(result['loss'], 4)} nats per token: {title}")
+    figure.suptitle(f"{_loss(result)}: {title}")
     lines = {f"windows of {result['seq_len']:,} tokens": result["by_position"]}
     lines |= {f"contexts of {row['context']:,} tokens": row["by_position"] for row in result["contexts"]}
     first = _FIRST_POSITION if result["contexts"] else 0
@@ -67,9 +71,9 @@ def draw_evaluation(result: dict[str, Any], trained_on: int) -> bytes:
         (line,) = axes.plot(middles, losses, marker="o", markersize=3, label=label)
         low, high = np.subtract(losses, errors), np.add(losses, errors)
         axes.fill_between(middles, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
-    means = [row for row in result["contexts"] if row["loss"] is not None]
-    x, y, error = ([row[key] or 0 for row in means] for key in ("context", "loss", "error"))
-    axes.errorbar(x, y, error, fmt="s--", color="black", label="mean over a context")
+    if means := [row for row in result["contexts"] if row["loss"] is not None]:
+        x, y, error = ([row[key] or 0 for row in means] for key in ("context", "loss", "error"))
+        axes.errorbar(x, y, error, fmt="s--", color="black", label="mean over a context")
     axes.axvline(trained_on, color="C7", linestyle=":", label=f"trained on {trained_on:,}")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:,.0f}")

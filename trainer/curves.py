@@ -95,7 +95,7 @@ def draw_losses(curves: RunCurves, path: Path, name: str) -> None:
     if stretches:
         highs = [stretch.high for stretch in stretches]
         axes.fill_between(tokens, lows, highs, color=_EACH, alpha=0.5, linewidth=0.8, label="training, every step")
-        axes.plot(tokens, means, color=_MEAN, label="training, mean")
+        axes.plot(tokens, means, color=_MEAN, marker="o" if len(means) == 1 else "", label="training, mean")
         title = f"training loss {means[-1]:.4f} nats per token: {name}"
     if curves.val:
         marker = "o" if len(curves.val) <= _MOST_DOTS else ""

@@ -114,7 +114,7 @@ def _check(manifest: Manifest, plan: Plan, first: dict[str, str]) -> None:
     if not documents:
         found = Counter(manifest.skipped).most_common()
         why = ", ".join(f"{n:,} x {reason}, first {first[reason]}" for reason, n in found)
-        remedy = REMEDIES.get(found[0][0], "check data.path") if found else "check data.path"
+        remedy = REMEDIES.get(found[0][0], "correct them, or check data.path") if found else "check data.path"
         raise UserError(f"the corpus is empty ({why or 'it has no documents'}): {remedy}")
     empty = next((name for name, total in totals.items() if not total.documents), None)
     if empty and plan.val_tokens:

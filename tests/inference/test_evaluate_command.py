@@ -297,6 +297,9 @@ def test_the_picture_shows_errors_and_plain_numbers(trained, monkeypatch):
     bands = [band.get_datalim(axes.transData) for band in axes.collections[1:3]]  # the first, of windows, is empty
     rows = [[row for row in context["by_position"] if row["stop"] > 16] for context in result["contexts"]]
     assert [band.y1 for band in bands] == pytest.approx([max(r["loss"] + r["error"] for r in each) for each in rows])
+    draw_evaluation(result | {"contexts": [], "loss_of": "answers"}, SEQ_LEN)
+    assert drawn[1].get_suptitle().startswith("loss on answers ")
+    assert "mean over a context" not in {text.get_text() for text in drawn[1].axes[0].get_legend().get_texts()}
 
 
 def test_losses_that_are_not_finite_are_null_and_drawn_as_nothing(trained):

@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 
-from common.figures import short_count
+from common.figures import png, short_count
 from trainer.curves import Curve, RunCurves, draw_losses
 
 
@@ -34,8 +34,9 @@ def event(step, **more):
     ],
     ids=["one point", "one evaluation", "no evaluation", "many", "billions of tokens", "nothing"],
 )
-def test_a_picture_of(lines, tmp_path):
-    path = tmp_path / "loss.png"
+def test_a_picture_of(lines, tmp_path, monkeypatch):
+    path, drawn = tmp_path / "loss.png", []
+    monkeypatch.setattr("trainer.curves.png", lambda figure: drawn.append(figure) or png(figure))
     path.write_bytes(b"an older picture")
     draw_losses(RunCurves(lines), path, "runs/[x] $y$ _z")
     content = path.read_bytes()
@@ -43,6 +44,7 @@ def test_a_picture_of(lines, tmp_path):
     assert content.endswith(b"IEND\xaeB`\x82")
     assert struct.unpack(">II", content[16:24]) == (960, 600)
     assert [p.name for p in tmp_path.iterdir()] == ["loss.png"]
+    assert all(line.get_marker() == "o" for line in drawn[0].axes[0].lines if len(line.get_xdata()) == 1)
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 1000])
