@@ -119,7 +119,7 @@ def _run(config_name: str, run: Command, texts: dict[str, str], debug: bool) -> 
     for word in sys.argv[1:]:
         if word.endswith("\r"):
             raise UserError(f"{word} ends with a carriage return: store your script with Unix line ends")
-        if re.match(r"-[a-z]\w", word) and word != "-cd":  # argparse reads -max_steps as -m
+        if re.match(r"-(?!cd$|help$)[a-z]\w", word):  # argparse reads -max_steps as -m
             refuse_misplaced(word, config_name, False, "")
     flags, options = _parser().parse_known_args()
     keys = (option.partition("=")[0] for option in options)
@@ -154,7 +154,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(add_help=False, allow_abbrev=False)
     instead = parser.add_mutually_exclusive_group()
-    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("-h", "-help", "--help", action="store_true")
     parser.add_argument("--debug", action="store_true")
     instead.add_argument("-m", "--multirun", action="store_true")
     instead.add_argument("-c", "--cfg", choices=["job", "run_dir"])

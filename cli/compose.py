@@ -74,10 +74,13 @@ def read_options(options: list[str], in_sweep: bool = False) -> list[str]:
             continue
         if parsed.is_sweep_override() and not in_sweep:
             key, _, value = option.partition("=")
-            as_list = "" if "(" in value or takes_one_name(key) else f"; if {key} is a list, write '{key}=[{value}]'"
-            if re.fullmatch(r"-?\d+,\d+", value):
-                as_list += f"; for a decimal number, write {key}={value.replace(',', '.')}"
-            raise UserError(f"{option} has several values: add -m for a run with each{as_list}")
+            more = "" if "(" in value or takes_one_name(key) else f"; if {key} is a list, write '{key}=[{value}]'"
+            if is_text(key):
+                more += f"; if it is one text, write '{key}=\"{value}\"'"
+            elif re.fullmatch(r"-?\d+,\d+|\d+(,\d{3})+", value):
+                point = "" if re.fullmatch(r"[1-9]\d*(,\d{3})+", value) else "."
+                more += f"; for one number, write {key}={value.replace(',', point)}"
+            raise UserError(f"{option} has several values: add -m for a run with each{more}")
         read.append(as_text(option) if is_text(option) and isinstance(parsed.value(), int | float) else option)
     return read
 
@@ -115,9 +118,9 @@ def explain(error: BaseException, config_name: str = "") -> str:
             return f"{group}={name} does not exist: {nearest(name, options)}{more}"
         if found := re.match(r"Could not delete .*?'(.*?)'", str(cause)):
             return f"~{found[1]} takes nothing away here: set keys instead, to null where --cfg job shows it is allowed"
-        if isinstance(cause, errors.UnsupportedInterpolationType):
-            resolver = str(cause.msg).splitlines()[0].rpartition(" ")[2]
-            return f"{cause.full_key}: ${{{resolver}:...}} is not available: write the value, in a shell as $NAME"
+        if isinstance(cause, errors.InterpolationResolutionError | errors.GrammarParseError):
+            key = str(cause.full_key).replace("_dummy_", "a group")
+            return f"{key}: ${{...}} refers to nothing that is available: write the value, in a shell as $NAME"
         if isinstance(cause, errors.ConfigKeyError | errors.ConfigAttributeError) and cause.parent_node is not None:
             key, every = str(cause.full_key), _keys(OmegaConf.to_container(cause.parent_node._get_root()))
             keys = [other for other in every if (other.split(".")[0] == "hydra") == key.startswith("hydra.")]

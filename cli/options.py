@@ -102,7 +102,7 @@ def refuse_misplaced(option: str, config_name: str, in_sweep: bool, phrase: str)
     group = key.removesuffix(".name").replace(".", "/")
     if group in groups and "." in key and not value.startswith("{"):
         raise UserError(f"{option} sets a value, not a group: write {group}={value}")
-    if config_name == "train" and key in ("checkpoint", "resume") and (Path(value).exists() or "/" in value):
+    if config_name in ("train", "plan") and key in ("checkpoint", "resume") and (Path(value).exists() or "/" in value):
         raise UserError(f"{option}: a run continues where its files are: write run_dir={value}")
     if in_sweep and re.fullmatch(r"-?\d+,0\d+", value):
         raise UserError(f"{option} is two numbers: write {key}={value.replace(',', '.')} for a decimal number")

@@ -69,7 +69,7 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
         first_job = compose(config_name, [*fixed, *(first for first, *_ in values)], config_dir)
         folder = Path(os.path.expanduser(first_job.get("run_dir", f"multirun/{config_name}")))
         if folder == Path():
-            raise UserError("run_dir is empty: give the folder of the sweep, such as run_dir=runs/sweep")
+            raise UserError("run_dir is empty, or this folder: give one for the sweep, such as run_dir=runs/sweep")
         chosen = _settings_of_hydra(config_name, str(folder), list(swept), for_hydra)
         for_plugins = _settings_of_plugins(chosen, bool(swept))
         configuration = partial(_configuration, config_name, fixed, config_dir)

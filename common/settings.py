@@ -90,10 +90,12 @@ class Settings(BaseModel):
             given, refused = without_removed(given, cls.model_fields)
             for setting, instead in refused.items():
                 raise PydanticCustomError("removed", "{instead}", {"setting": setting, "instead": instead})
-        for key in given:
+        for key, value in given.items():
             if key not in cls.model_fields and cls.model_config["extra"] == "forbid":
                 hint = {"key": str(key), "hint": nearest(str(key), cls.model_fields)}
                 raise PydanticCustomError("unknown_key", "{hint}", hint)
+            if isinstance(value, bool) and re.search(r"\b(int|float)\b", str(cls.model_fields.get(key))):
+                given = given | {key: str(value).lower()}  # pydantic reads true as 1
         missing = cls.model_fields.keys() - given.keys()
         if not missing:  # exported models bring complete settings, and no files
             return given
@@ -161,17 +163,14 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
     for close in (same, longer, _alike(last, beside), begun, _alike(last, names)):
         if last and 0 < len(close) <= 4:
             return f"did you mean {' or '.join(map(repr, close))}?"
-    if len(beside) > _MOST_NAMES:
+    if len(beside) > 20:
         return f"{len(beside)} are allowed, such as {', '.join(beside[:5])}"
     return f"allowed: {', '.join(beside)}"
 
 
-_MOST_NAMES = 20
-
-
 def _alike(last: str, names: list[str]) -> list[str]:
     """Return the name whose last part is most like a text, if one is."""
-    by_last = {name.rpartition(".")[2]: name for name in names}
+    by_last = {name.rpartition(".")[2]: name for name in reversed(names)}  # the first of equal ones
     return [by_last[each] for each in difflib.get_close_matches(last, by_last, n=1)]
 
 

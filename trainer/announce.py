@@ -26,7 +26,7 @@ def announce(run: Run, last: tuple[int, float] | None) -> None:
         return
     config, schedule, (step, before) = run.config, run.config.schedule, last
     again, now = (config.optim.max_lr * schedule.factor(n, config.max_steps) for n in (step - 1, run.state.step))
-    if not math.isclose(before, again, rel_tol=1e-6):
+    if not any(math.isclose(before, rate, rel_tol=1e-6) for rate in (again, now)):
         rates = f"the learning rate goes from {before:.3g} (step {step}) to {now:.3g} (step {run.state.step + 1})"
         jumps = now - before > _JUMP * config.optim.max_lr and schedule.longer
         warn(f"{rates}; for a longer run without this jump: {schedule.longer}" if jumps else rates)

@@ -75,7 +75,7 @@ class TrainConfig(FixedSettings, defaults="train"):
         if (share := self.runtime.context_parallel) > 1:
             self._check_shared_sequences(share)
         if self.run_dir == Path():
-            raise ValueError("run_dir is empty: give the folder of the run, such as run_dir=runs/demo")
+            raise ValueError("run_dir is empty, or this folder: give one for the run, such as run_dir=runs/demo")
         if self.model.max_len is not None and self.seq_len > self.model.max_len:
             what = f"seq_len={self.seq_len} is longer than the {self.model.max_len} learned positions of the model"
             raise ValueError(f"{what}: use at most that, or set model.position.max_len")

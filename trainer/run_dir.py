@@ -17,17 +17,19 @@ from trainer.distributed import World
 from trainer.runtime import device_name
 
 _RECORDS = "config.json", "metrics.jsonl", "loss.png", "samples.txt"  # what a run writes beside its checkpoints
+_PLACES = "dataset_dir", "run_dir"  # where the same files are; other data is refused
 _ROUNDING = "device", "dtype", "torch"  # parts of the environment that rounding depends on
 
 
 def check_folder(run_dir: Path) -> None:
-    """Raise UserError if run_dir, which need not exist, is a dataset, a folder of runs, or has files to overwrite."""
+    """Raise UserError if run_dir, which need not exist, is something else, or has files to overwrite."""
     if (run_dir / "checkpoints").exists():
         return
     if not run_dir.resolve().name:
         raise UserError(f"run_dir={run_dir} is the root of all files: choose a folder in it")
-    if (run_dir / "train-00000.bin").exists():
-        raise UserError(f"run_dir={run_dir} is a dataset: choose another folder for the run")
+    for file, what in (("train-00000.bin", "dataset"), ("state.json", "checkpoint")):
+        if (run_dir / file).exists():
+            raise UserError(f"run_dir={run_dir} is a {what}: choose another folder for the run")
     if runs := sorted(run_dir.glob("*/checkpoints")):
         raise UserError(f"run_dir={run_dir} has runs in it, such as {runs[0].parent.name}: choose a folder beside them")
     records = [name for name in _RECORDS if (run_dir / name).exists()]
@@ -94,7 +96,8 @@ def _say_changes(path: Path, config: dict[str, Any], environment: dict[str, Any]
     said = {
         key: values
         for key, values in changes.items()
-        if key.endswith(".name") or not key.startswith(renamed) or None not in values  # else only one schedule has it
+        if key not in _PLACES
+        and (key.endswith(".name") or not key.startswith(renamed) or None not in values)  # else one schedule has it
     }
     for line in changes_of(said, "was"):
         say(f"changed: {line}")

@@ -64,6 +64,7 @@ def test_a_wrong_value_of_any_key_is_answered_in_words_of_ours(commands):
     for name, field in fields.values():  # sections share many
         alone = create_model("Alone", __base__=Settings, **{name: (field.annotation, field)})
         answers = {repr(value): answer(alone, {name: value}) for value in WRONG}
+        assert answers["True"] or not {int, float} & types_in(field.annotation), f"{name}=true is a number"
         assert {value: said for value, said in answers.items() if PYDANTICS.search(said)} == {}
         refused += sum(map(bool, answers.values()))
     assert refused > 3000
@@ -144,7 +145,8 @@ def test_a_run_that_goes_on_from_another_folder_finds_its_dataset(
     options = [option for option in tiny_args if not option.startswith("dataset_dir=")]
     assert command("train", *options, f"dataset_dir={dataset_dir.name}", "stop_at=2").status == 0
     monkeypatch.chdir(tmp_path)
-    assert command("train", f"run_dir={tmp_path / 'run'}").status == 0
+    result = command("train", f"run_dir={tmp_path / 'run'}")
+    assert (result.status, "changed: dataset_dir" in result.out) == (0, False)
     assert newest(tmp_path / "run").name == "step-00000006"
 
 

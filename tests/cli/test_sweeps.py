@@ -222,7 +222,7 @@ def test_optuna_without_an_evaluation_is_one_clear_line(command, optuna_args):
         (["hydra/launcher=submitit_slurm"], "submitit_slurm needs srun"),
         (["seed=range(0,0)"], "seed=range(0,0) names no value: write seed=a,b for a run with each"),
         (["model=glob(flagship*)"], "model=glob(flagship*) names no value"),
-        (["run_dir=", "seed=1,2"], "run_dir is empty: give the folder of the sweep"),
+        (["run_dir=", "seed=1,2"], "run_dir is empty, or this folder: give one for the sweep"),
         (["hydra/launcher=jobless"], "pip install -e '.[sweep]'"),
         (["hydra/sweeper=optuna", "hydra.sweeper.n_trials=0", "seed=choice(1,2)"], "n_trials=0 is too few: use 1 or"),
         (["hydra/sweeper=optuna", "optim.max_lr=1e-3"], "hydra/sweeper=optuna has nothing to search: give a range"),

@@ -83,6 +83,10 @@ def test_the_folder_of_something_else_is_refused(tiny, tmp_path):
     with pytest.raises(UserError, match="is a dataset: choose another folder for the run"):
         fit(config.model_copy(update={"run_dir": config.dataset_dir}))
     assert sorted(config.dataset_dir.iterdir()) == before
+    (tmp_path / "step-00000002").mkdir()
+    (tmp_path / "step-00000002" / "state.json").touch()
+    with pytest.raises(UserError, match="is a checkpoint: choose another folder for the run"):
+        check_folder(tmp_path / "step-00000002")
     with pytest.raises(UserError, match="run_dir=/ is the root of all files: choose a folder in it"):
         check_folder(Path("/"))
     (tmp_path / "runs" / "a" / "checkpoints").mkdir(parents=True)
