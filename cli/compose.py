@@ -66,7 +66,7 @@ def read_options(options: list[str], in_sweep: bool = False) -> list[str]:
         UserError: a bracket or a quote is not closed, or an option has several values outside of a sweep.
     """
     parse, read = OverridesParser.create().parse_override, []
-    for option in map(bare_keys, options):
+    for option in (bare_keys(option.lstrip("+")) for option in options):  # Hydra adds keys by +; here all are there
         try:
             parsed = parse(option)
         except HydraException:

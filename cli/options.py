@@ -16,18 +16,20 @@ _ABSENT = {
     "batch_size": "the size of a batch is batch_tokens, in tokens: sequences x seq_len",
     "do_sample": "temperature=0 takes the most likely token, and every other temperature samples",
     "dropout": "dropout is not supported; optim.weight_decay regularises",
-    "epochs": "a run's length is max_steps, in steps of batch_tokens tokens",
+    **dict.fromkeys(("epochs", "num_epochs"), "a run's length is max_steps, in steps of batch_tokens tokens"),
     "fsdp": "write runtime.strategy=fsdp",
-    "log_interval": "every step is logged",
+    **dict.fromkeys(("log_interval", "log_every"), "every step is logged"),
     "min_lr": "the last learning rate is schedule.end, as a fraction of optim.max_lr",
+    "project": "write tracker=wandb tracker.wandb.project=...",
     "wandb_log": "write tracker=wandb",
 }
 _SYNONYMS = {
     "average": "ema",
     "batch_tokens": "grad_accum_steps gradient_accumulation_steps total_batch_size",
     "checkpoint": "run_dir",
+    "checkpoint.every": "save_every save_interval save_steps",
     "eval.batches": "eval_iters",
-    "eval.every": "eval_interval",
+    "eval.every": "eval_every eval_interval eval_steps",
     "max_new_tokens": "max_length max_tokens",
     "max_steps": "lr_decay_iters max_iters max_tokens num_iterations",
     "micro_batch": "batch_size device_batch_size",
@@ -38,6 +40,7 @@ _SYNONYMS = {
     "optim.max_lr": "learning_rate",
     "out_dir": "dataset_dir",
     "prompt": "start",
+    "run_dir": "output_dir",
     "runtime.dtype": "precision",
     "seq_len": "block_size context_length max_seq_len",
 }
@@ -84,10 +87,10 @@ def refuse_misplaced(option: str, config_name: str, in_sweep: bool, phrase: str)
         raise UserError(f"{option} is for sweeps: add -m")
     if key in member_of and key not in by_last:
         raise UserError(f"{option}: write {member_of[key]}={key}")
-    if not (equals and key) and not option.startswith("~"):
+    if not (equals and re.fullmatch(r"\+*\w[\w-]*([./]\w[\w-]*)*", key)) and not option.startswith("~"):
         remedy = _as_option(option, config_name)
         text, _, words = phrase.partition("=")
-        if words and is_text(text):
+        if words and is_text(text) and not equals:
             remedy = f'quote the {text} if it has spaces: {text}="{words}"'
         raise UserError(f"{option}: options are KEY=VALUE here, without spaces around =: {remedy}")
     if key in _OF_DATA and config_name != "prepare":
@@ -132,6 +135,8 @@ def meant(key: str, keys: list[str], groups: dict[str, list[str]]) -> str:
             return f"it is a key of {' or '.join(f'{group}={name}' for name in names)}, which must be given, too"
     if "/" in key:
         return nearest(key, groups)
+    if (above := key.rpartition(".")[0]) in keys and not any(other.startswith(f"{above}.") for other in keys):
+        return f"{above} has no keys: write {above}=..., as --cfg job explains"
     if (was := removed_key(key)) is not None:
         return f"it was removed: {was.instead}"
     if last in _ABSENT and (last != "batch_size" or "batch_tokens" in keys):

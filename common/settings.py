@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, field_validator, model_validator
@@ -283,5 +283,4 @@ def variant_names(cls: Any) -> tuple[str, ...]:
     """Return the values of a union member's `name: Literal[...]`, which selects it."""
     if not (isinstance(cls, type) and issubclass(cls, Settings) and "name" in cls.model_fields):
         return ()
-    kind = cls.model_fields["name"].annotation
-    return get_args(kind) if get_origin(kind) is Literal else ()
+    return get_args(cls.model_fields["name"].annotation)

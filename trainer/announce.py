@@ -12,8 +12,6 @@ from trainer.runtime import is_compiled
 from trainer.start import Run
 from trainer.transfer import ratios
 
-_JUMP = 0.1  # a rise of the learning rate by so much of its maximum costs loss
-
 
 def announce(run: Run, last: tuple[int, float] | None) -> None:
     """Print what will be trained, and warn if the learning rate does not go on as it was, as with another max_steps.
@@ -28,7 +26,7 @@ def announce(run: Run, last: tuple[int, float] | None) -> None:
     again, now = (config.optim.max_lr * schedule.factor(n, config.max_steps) for n in (step - 1, run.state.step))
     if not any(math.isclose(before, rate, rel_tol=1e-6) for rate in (again, now)):
         rates = f"the learning rate goes from {before:.3g} (step {step}) to {now:.3g} (step {run.state.step + 1})"
-        jumps = now - before > _JUMP * config.optim.max_lr and schedule.longer
+        jumps = now - before > 0.1 * config.optim.max_lr and schedule.longer  # such a rise costs loss
         warn(f"{rates}; for a longer run without this jump: {schedule.longer}" if jumps else rates)
 
 

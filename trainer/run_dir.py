@@ -16,8 +16,6 @@ from common.words import in_hydras_grammar
 from trainer.distributed import World
 from trainer.runtime import device_name
 
-_RECORDS = "config.json", "metrics.jsonl", "loss.png", "samples.txt"  # what a run writes beside its checkpoints
-_PLACES = "dataset_dir", "run_dir"  # where the same files are; other data is refused
 _ROUNDING = "device", "dtype", "torch"  # parts of the environment that rounding depends on
 
 
@@ -27,12 +25,13 @@ def check_folder(run_dir: Path) -> None:
         return
     if not run_dir.resolve().name:
         raise UserError(f"run_dir={run_dir} is the root of all files: choose a folder in it")
-    for file, what in (("train-00000.bin", "dataset"), ("state.json", "checkpoint")):
-        if (run_dir / file).exists():
-            raise UserError(f"run_dir={run_dir} is a {what}: choose another folder for the run")
+    if (run_dir / "manifest.json").exists():
+        raise UserError(f"run_dir={run_dir} is a dataset or a checkpoint: choose another folder for the run")
     if runs := sorted(run_dir.glob("*/checkpoints")):
         raise UserError(f"run_dir={run_dir} has runs in it, such as {runs[0].parent.name}: choose a folder beside them")
-    records = [name for name in _RECORDS if (run_dir / name).exists()]
+    records = [
+        name for name in ("config.json", "metrics.jsonl", "loss.png", "samples.txt") if (run_dir / name).exists()
+    ]
     if records and not (run_dir / "run.lock").exists():
         what = f"run_dir={run_dir} is not a run, and training would overwrite its {records[0]}"
         raise UserError(f"{what}: choose another folder")
@@ -89,15 +88,15 @@ def _say_changes(path: Path, config: dict[str, Any], environment: dict[str, Any]
     try:
         file = read_json(path)
         before, now = ({key: each[key] for key in _ROUNDING} for each in (file["environment"], environment))
-        changes = differences(file["config"], config) | differences(before, now)
+        was = file["config"] | {key: config[key] for key in ("dataset_dir", "run_dir")}  # where the same files are
+        changes = differences(was, config) | differences(before, now)
     except (UserError, KeyError, TypeError, AttributeError) as error:  # the file is only a record: no reason to stop
         return warn(f"{path} is damaged: {error}")
     renamed = tuple(key.removesuffix("name") for key in changes if key.endswith(".name"))
     said = {
         key: values
         for key, values in changes.items()
-        if key not in _PLACES
-        and (key.endswith(".name") or not key.startswith(renamed) or None not in values)  # else one schedule has it
+        if key.endswith(".name") or not key.startswith(renamed) or None not in values  # else only one schedule has it
     }
     for line in changes_of(said, "was"):
         say(f"changed: {line}")

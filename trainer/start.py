@@ -33,7 +33,6 @@ from trainer.transfer import scale_weights
 
 _BY_ID = ("embed.weight", "output.weight")
 """Parameters with a row for each id."""
-_MUCH = 0.8  # share of a machine's memory that a run can take without trouble
 _FIXED = set(FixedSettings.model_fields)
 _MAY_DIFFER: Any = {"run_dir": True, "dataset_dir": True, "tracker": True, "runtime": {"device"}}
 """Settings of each process: where it finds what is the same, and what only the main process uses."""
@@ -157,7 +156,7 @@ def _compare_memory(config: TrainConfig, runtime: Runtime, world: World, micro_b
         gpt = GPT(config.model)
     size = min(micro_batch, config.share_of(world.size))
     planned, room = memory_of(gpt, config, runtime, world.size, size).peak, room_on_cpu(world)
-    if planned > _MUCH * room:
+    if planned > 0.8 * room:
         what = f"a step is planned to take {planned / 1e9:.1f} GB of memory, and {room / 1e9:.1f} GB are available"
         warn(f"{what}: use a smaller model, seq_len or runtime.micro_batch (now {micro_batch})")
 

@@ -12,6 +12,7 @@ from forged import edit
 
 from common.settings import UserError
 from model.gpt import GPT
+from trainer.checkpoint import newest
 from trainer.loop import fit
 from trainer.run_dir import check_folder
 
@@ -80,13 +81,12 @@ def test_an_empty_validation_split_is_refused_before_training(tiny, tmp_path):
 def test_the_folder_of_something_else_is_refused(tiny, tmp_path):
     config = tiny()
     before = sorted(config.dataset_dir.iterdir())
-    with pytest.raises(UserError, match="is a dataset: choose another folder for the run"):
+    with pytest.raises(UserError, match="is a dataset or a checkpoint: choose another folder for the run"):
         fit(config.model_copy(update={"run_dir": config.dataset_dir}))
     assert sorted(config.dataset_dir.iterdir()) == before
-    (tmp_path / "step-00000002").mkdir()
-    (tmp_path / "step-00000002" / "state.json").touch()
-    with pytest.raises(UserError, match="is a checkpoint: choose another folder for the run"):
-        check_folder(tmp_path / "step-00000002")
+    fit(config)
+    with pytest.raises(UserError, match="is a dataset or a checkpoint: choose another folder for the run"):
+        check_folder(newest(config.run_dir))
     with pytest.raises(UserError, match="run_dir=/ is the root of all files: choose a folder in it"):
         check_folder(Path("/"))
     (tmp_path / "runs" / "a" / "checkpoints").mkdir(parents=True)
