@@ -1,6 +1,5 @@
 """What a run prints before its first step, and while it trains: a line per interval, and on a terminal a bar below."""
 
-import math
 from collections import Counter
 from statistics import harmonic_mean, mean
 from typing import Any
@@ -24,7 +23,7 @@ def announce(run: Run, last: tuple[int, float] | None) -> None:
         return
     config, schedule, (step, before) = run.config, run.config.schedule, last
     again, now = (config.optim.max_lr * schedule.factor(n, config.max_steps) for n in (step - 1, run.state.step))
-    if not any(math.isclose(before, rate, rel_tol=1e-6) for rate in (again, now)):
+    if min(abs(before - again), abs(before - now)) > 1e-6 * before:
         rates = f"the learning rate goes from {before:.3g} (step {step}) to {now:.3g} (step {run.state.step + 1})"
         jumps = now - before > 0.1 * config.optim.max_lr and schedule.longer  # such a rise costs loss
         warn(f"{rates}; for a longer run without this jump: {schedule.longer}" if jumps else rates)

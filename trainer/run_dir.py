@@ -33,8 +33,7 @@ def check_folder(run_dir: Path) -> None:
         name for name in ("config.json", "metrics.jsonl", "loss.png", "samples.txt") if (run_dir / name).exists()
     ]
     if records and not (run_dir / "run.lock").exists():
-        what = f"run_dir={run_dir} is not a run, and training would overwrite its {records[0]}"
-        raise UserError(f"{what}: choose another folder")
+        raise UserError(f"run_dir={run_dir} is no run, and training would overwrite its {records[0]}: choose another")
 
 
 def own_run(run_dir: Path) -> AbstractContextManager[None]:

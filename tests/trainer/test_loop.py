@@ -95,7 +95,7 @@ def test_the_folder_of_something_else_is_refused(tiny, tmp_path):
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a"]
     (mine := tmp_path / "mine").mkdir()
     (mine / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"mine is not a run, and training would overwrite its config\.json: choose"):
+    with pytest.raises(UserError, match=r"mine is no run, and training would overwrite its config\.json: choose"):
         fit(config.model_copy(update={"run_dir": mine}))
     assert (mine / "config.json").read_text() == "{}"
 
