@@ -47,7 +47,8 @@ REMEDIES = {
     NO_ROLE: 'write each as {"role": "user", "content": "Hello"}',
     ARRAY: "write one object a line, or use data=hf data.path=json data.data_files=FILE data.text_field=KEY",
     FOUR_BYTES: "give data.dtype=uint32 or int64, or data.dtype=uint16 if they have 2 bytes",
-    OUT_OF_RANGE: "give the tokenizer that made the ids, or tokenizer=none with a tokenizer.n_vocab above all ids",
+    OUT_OF_RANGE: "give the tokenizer and the data.dtype that made the ids, or tokenizer=none with a tokenizer.n_vocab "
+    "above all ids",
     LONG_WINDOW: "decompress the archive with zstd -d --long=31",
 }
 

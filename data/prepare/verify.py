@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import PositiveInt
 
-from common.console import Track, print_error, say
+from common.console import Track, count, print_error, say
 from common.files import open_file
 from common.settings import UserError
 from data.documents import read_index
@@ -31,8 +31,8 @@ def verify_or_exit(dataset_dir: Path, threads: PositiveInt | None = None) -> Non
         raise SystemExit(1)
     manifest = parse_manifest(dataset_dir)
     total = total_of(split.total for split in manifest.splits.values())
-    amounts = f"{total.documents:,} documents, {total.tokens:,} tokens, {len(manifest.set_names)} sets"
-    say(f"{dataset_dir} is whole: {amounts}, {len(manifest.inputs):,} inputs")
+    n_sets, n_inputs = count(len(manifest.set_names), "set"), count(len(manifest.inputs), "input")
+    say(f"{dataset_dir} is whole: {total.documents:,} documents, {total.tokens:,} tokens, {n_sets}, {n_inputs}")
 
 
 def verify(dataset_dir: Path, threads: int | None = None) -> list[str]:

@@ -173,6 +173,8 @@ def test_four_bytes_can_be_said(tmp_path, folder):
         np.arange(N, dtype=np.uint32).tofile(folder / f"{split}.bin")
     assert prepared(tmp_path, data={"dtype": "uint32"})[1] == {"train": [*range(N)], "val": [*range(N)]}
     assert "data.dtype=uint32" in REMEDIES[FOUR_BYTES]
+    with pytest.raises(UserError, match=r"give the tokenizer and the data\.dtype that made the ids"):
+        prepared(tmp_path, data={"dtype": "int64"}, out_dir=str(tmp_path / "wrong"))
 
 
 @pytest.mark.parametrize("array", [np.ones(3), np.array(["a"]), np.ones((1, 1, 1), int), np.array(True)], ids=str)

@@ -251,6 +251,7 @@ def test_the_command(dataset, command):
     result = command("scripts/verify_dataset", f"dataset_dir={dataset}")
     assert result.status == 0
     assert f"{dataset} is whole: 200 documents, " in result.out
+    assert result.out.endswith(" sets, 1 input\n")
     (dataset / "train-00001.idx").unlink()
     (dataset / "val-00000.bin").unlink()
     result = command("scripts/verify_dataset", f"dataset_dir={dataset}")
