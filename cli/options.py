@@ -94,7 +94,7 @@ def refuse_misplaced(option: str, config_name: str, in_sweep: bool, phrase: str)
             remedy = f'quote the {text} if it has spaces: {text}="{words}"'
         raise UserError(f"{option}: options are KEY=VALUE here, without spaces around =: {remedy}")
     if key in _OF_DATA and config_name != "prepare":
-        raise UserError(f"'{key}' is for scripts/prepare_data.py: give {config_name}.py its result, dataset_dir=...")
+        raise UserError(f"'{key}' is for scripts/prepare_data.py: give {config_name} its dataset, or a run of it")
     if key in by_last and key not in groups:
         raise UserError(f"{option}: write {by_last[key]}={value}")
     if key == "data" and value not in groups.get(key, []) and (Path(value).exists() or set(value) & set("/.*")):

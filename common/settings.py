@@ -54,10 +54,10 @@ def home_expanded(path: str) -> str:
     """Return a path with the home directory for its ~.
 
     Raises:
-        ValueError: it has a control character.
+        ValueError: it has a control character, or is a URL.
     """
-    if re.search(r"[\x00-\x1f\x7f]", path):
-        raise ValueError("it has a control character, such as the end of a line: leave that out")
+    if re.search(r"[\x00-\x1f\x7f]|^\w+:/(?!/)", path):  # a Path has one slash of the two in s3://
+        raise ValueError("it has a control character, such as the end of a line, or names a server: give a plain path")
     return os.path.expanduser(path)
 
 

@@ -28,7 +28,7 @@ from inference.state_file import check_place, load_state, save_state
 from model.gpt import GPT
 
 _NO_TOKENS = ": the text ended at once; try another seed or prompt, or, to chat, interactive=true"
-_LONGEST = 2**28  # characters of a prompt: what is longer, such as /dev/zero, may have no end
+_LONGEST = 2**28  # characters of a prompt: what is longer, such as a pipe, may have no end
 
 
 class SampleConfig(SamplingConfig, ModelConfig, defaults="sample"):
@@ -214,6 +214,8 @@ def read_prompts(config: SampleConfig) -> list[str]:
         if path:
             with path.open(encoding="utf-8", newline="") as file:
                 text = file.read(_LONGEST)
+        if "\0" in text:  # in no text, but in UTF-16
+            raise UnicodeError
         f"{config.system}{text}".encode()  # fails on the surrogates that stand for an argument's invalid bytes
     except (OSError, UnicodeError) as error:
         source = f"{'prompt_file' if config.prompt_file else 'prompts_file'}={path}" if path else "the prompt"

@@ -128,6 +128,7 @@ def test_home_is_a_tilde_in_every_path(command, tmp_path, dataset_dir, tiny_args
     [
         ("train", "max_steps=3\r", r"max_steps=3\r ends with a carriage return: store your script with Unix line ends"),
         ("sample", "prompt=a\r", r"prompt=a\r ends with a carriage return"),
+        ("train", "run_dir=s3://a/b", "names a server: give a plain path"),
         ("train", "run_dir=a\nb", r"run_dir='a\nb': it has a control character"),
         ("scripts/report", "folders=a,b\x1b[1m", r"folders='a,b\x1b[1m': it has a control character"),
         ("scripts/prepare_data", "data.path=a\tb", r"config data.path='a\tb': it has a control character"),

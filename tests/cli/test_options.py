@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
         ("sample", "prompt", "prompt: options are KEY=VALUE here"),
         ("train", "device=cuda", "did you mean 'runtime.device'?"),
         ("train", "model.dropout=0.1", "unknown config key 'model.dropout': dropout is not supported"),
-        ("train", "data=text", "'data' is for scripts/prepare_data.py: give train.py its result, dataset_dir=..."),
+        ("train", "data=text", "'data' is for scripts/prepare_data.py: give train its dataset, or a run of it"),
         ("train", "epochs=3", "a run's length is max_steps"),
         ("train", "schedule.decay=0.1", "unknown config key 'schedule.decay': it is a key of schedule=wsd"),
         ("train", "quickstart", "quickstart: write experiment=quickstart"),

@@ -360,15 +360,20 @@ def test_a_file_without_prompts_is_refused(run_dir, tmp_path):
         run_sampling(make_config(checkpoint=run_dir, prompts_file=tmp_path / "empty.txt"))
 
 
-def test_a_prompt_without_an_end_is_refused(monkeypatch):
+def test_a_prompt_without_an_end_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr("inference.sample._LONGEST", 1000)
+    (tmp_path / "long.txt").write_text("a" * 1001)
     with pytest.raises(UserError, match="the prompt has 1,000 characters or more, or no end"):
-        read_prompts(make_config(prompt_file="/dev/zero"))
+        read_prompts(make_config(prompt_file=tmp_path / "long.txt"))
 
 
-def test_a_prompt_in_another_encoding_is_one_line(tmp_path):
-    (tmp_path / "prompt.txt").write_text("Once", encoding="utf-16")
-    with pytest.raises(UserError, match=r"prompt_file=.*prompt.txt is not in UTF-8: convert it, as in iconv -f UTF-16"):
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])  # with a byte order mark, and without
+def test_a_prompt_in_another_encoding_is_one_line(tmp_path, encoding):
+    (tmp_path / "prompt.txt").write_text("Once", encoding=encoding)
+    with pytest.raises(
+        UserError,
+        match=r"prompt_file=.*prompt.txt is not in UTF-8: convert it, as in iconv -f UTF-16",
+    ):
         read_prompts(make_config(prompt_file=tmp_path / "prompt.txt"))
 
 
