@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,6 +99,9 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
     except AlreadyReportedError:
         again = "Fix the cause and run the same command again: finished jobs are skipped"
         raise UserError(f"some jobs of the sweep failed (see above{_failed(folder)}). {again}") from None
+    except BrokenExecutor:
+        why = "a process of the sweep was killed, perhaps for lack of memory: lower hydra.launcher.n_jobs"
+        raise UserError(f"{why}, and run the same command again: runs go on from their last checkpoints") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error)) from error
 

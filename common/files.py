@@ -102,9 +102,9 @@ def write_atomic(path: Path, content: bytes | str) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        os.replace(beside, path)
     except OSError as error:  # a write's has no name
         raise OSError(error.errno, error.strerror, str(path)) from None
-    os.replace(beside, path)
     sync_directory(path.parent)
 
 

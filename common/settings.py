@@ -244,8 +244,8 @@ def _sentence(keys: list[str], errors: list[Any]) -> str:
     kind, names = first["type"], first.get("ctx", {})
     if kind == "missing" and isinstance(first["loc"][-1], int):
         return f"config {'.'.join(keys[:-1])} has too few values: it needs {first['loc'][-1] + 1} or more"
-    if kind == "value_error" and not path:
-        return str(names["error"])
+    if not path and kind in ("value_error", "model_type"):
+        return str(names.get("error", "it must be an object with keys"))
     if kind == "union_tag_invalid":
         names = names | {"nearest": nearest(names["tag"], names["expected_tags"].replace("'", "").split(", "))}
     allowed = " or ".join(dict.fromkeys(map(_allowed, errors)))

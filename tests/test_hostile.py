@@ -172,6 +172,9 @@ def test_nothing_is_written_through_a_link_that_waits_for_it(tmp_path):
     write_atomic(tmp_path / "x.json", "new")
     assert not (tmp_path / "x.json").is_symlink()
     assert ((tmp_path / "x.json").read_text(), (tmp_path / "mine").read_text()) == ("new", "mine")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"/folder'$"):
+        write_atomic(tmp_path / "folder", "new")
 
 
 # ----- tensors

@@ -148,6 +148,17 @@ def test_the_jobs_of_a_sweep_of_joblibs_are_saved(start, command, tiny_args, tmp
     assert None not in resumed
 
 
+def test_a_worker_that_was_killed_is_one_line(command, tiny_args, monkeypatch):
+    """As by a system whose memory is full."""
+    executor = pytest.importorskip("joblib.externals.loky.process_executor")
+
+    def killed():
+        raise executor.TerminatedWorkerError("A worker process was unexpectedly terminated.\nThe exit codes")
+
+    monkeypatch.setattr("hydra.main", lambda **_: lambda job: killed)
+    assert_one_line(command("train", "-m", *tiny_args, "seed=1,2"), "a process of the sweep was killed, perhaps for")
+
+
 @pytest.mark.slow
 def test_one_job_at_a_time_is_saved_as_without_joblib(start, tmp_path):
     """joblib then has no worker process, and the job must not detach its sweep from the terminal."""

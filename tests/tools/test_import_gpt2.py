@@ -162,7 +162,7 @@ def test_it_can_be_evaluated_and_sampled_from(folder, tmp_path, dataset_dir, com
         (config(n_head=3), "n_embd=16 is not divisible by n_head=3"),
         (config(n_layer=10**9), "n_layer=1000000000"),
         (config(vocab_size=200), "has a tokenizer with 257 ids, but the model has only 200"),
-        (file("config.json", b"[]"), "GPT2LMHeadModel like GPT-2"),
+        (file("config.json", b"[]"), "does not describe a GPT2LMHeadModel like GPT-2: it must be an object with keys"),
         (weights(lambda t: t.pop("transformer.wpe.weight")), "'transformer.wpe.weight' is missing"),
         (weights(lambda t: t.update({"score.weight": torch.zeros(2, 16)})), "'score.weight' is unknown"),
         (weights(lambda t: t.update({"transformer.h.0.attn.bias": torch.zeros(9)})), "attn.bias has the shape [9]"),
