@@ -72,7 +72,6 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
         if folder == Path():
             raise UserError("run_dir is empty, or this folder: give one for the sweep, such as run_dir=runs/sweep")
         chosen = _settings_of_hydra(config_name, str(folder), list(swept), for_hydra)
-        for_plugins = _settings_of_plugins(chosen, bool(swept))
         configuration = partial(_configuration, config_name, fixed, config_dir)
         tries_all = chosen.runtime.choices["hydra/sweeper"] == "basic"
         for varied in itertools.product(*values) if tries_all else _each_once(values):
@@ -90,18 +89,16 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
         refuse_foreign(b"hydra:", folder / "multirun.yaml")
         refuse_foreign(b"name: optuna", folder / "optimization_results.yaml")
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print over many lines
-        sys.argv[1:] = ["-m", *swept.values(), *for_hydra, *for_plugins]
+        sys.argv[1:] = ["-m", *swept.values(), *for_hydra, *_settings_of_plugins(chosen, bool(swept))]
         for old in folder.glob(f"*=*/{_ERROR}"):
             old.unlink()
         hydra.main(version_base="1.3", config_path=None, config_name="sweep")(job)()
         if chosen.runtime.choices["hydra/sweeper"] == "optuna":
             _summarize(folder)
-    except AlreadyReportedError:
+    except (AlreadyReportedError, BrokenExecutor) as error:
+        why = "a worker was killed: no memory?" if isinstance(error, BrokenExecutor) else f"see above{_failed(folder)}"
         again = "Fix the cause and run the same command again: finished jobs are skipped"
-        raise UserError(f"some jobs of the sweep failed (see above{_failed(folder)}). {again}") from None
-    except BrokenExecutor:
-        why = "a process of the sweep was killed, perhaps for lack of memory: lower hydra.launcher.n_jobs"
-        raise UserError(f"{why}, and run the same command again: runs go on from their last checkpoints") from None
+        raise UserError(f"some jobs of the sweep failed ({why}). {again}") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error)) from error
 

@@ -17,8 +17,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.segment import Segments
 from rich.table import Table
 
-console = Console(highlight=False, emoji=False, soft_wrap=True)
-errors = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
+console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
+errors = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -67,7 +67,7 @@ def guard_output(lossy: bool) -> None:
 
 def say(message: str) -> None:
     """Print a line, or several. Square brackets are text, not markup."""
-    console.print(_shown(message), markup=False)
+    console.print(_shown(message))
 
 
 def show(text: str) -> None:
@@ -98,12 +98,12 @@ def warn(message: str) -> None:
     """Print one warning line to standard error. Only one of several processes does."""
     if console.quiet:
         return
-    errors.print(f"warning: {message}", markup=False, style="yellow")
+    errors.print(f"warning: {message}", style="yellow")
 
 
 def print_error(message: object) -> None:
     """Print one error line to standard error."""
-    errors.print(f"error: {message}", markup=False, style="red")
+    errors.print(f"error: {message}", style="red")
 
 
 class Track:

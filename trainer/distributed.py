@@ -326,7 +326,7 @@ def _connect(host_it: bool, size: int, timeout: timedelta) -> dist.Store:
     """
     host, port = os.environ["MASTER_ADDR"], _number_in_environment("MASTER_PORT", 2**16)
     line = f"waiting for the others of {size} processes at MASTER_ADDR={host} MASTER_PORT={port}"
-    late = threading.Timer(_LATE_SECONDS, errors.print, (line,), {"markup": False})
+    late = threading.Timer(_LATE_SECONDS, errors.print, (line,))
     late.start()
     try:
         store = dist.TCPStore(host, port, size, is_master=host_it, timeout=timeout, multi_tenant=host_it)

@@ -156,7 +156,7 @@ def test_a_worker_that_was_killed_is_one_line(command, tiny_args, monkeypatch):
         raise executor.TerminatedWorkerError("A worker process was unexpectedly terminated.\nThe exit codes")
 
     monkeypatch.setattr("hydra.main", lambda **_: lambda job: killed)
-    assert_one_line(command("train", "-m", *tiny_args, "seed=1,2"), "a process of the sweep was killed, perhaps for")
+    assert_one_line(command("train", "-m", *tiny_args, "seed=1,2"), "(a worker was killed: no memory?)")
 
 
 @pytest.mark.slow
