@@ -84,7 +84,6 @@ def forward_sweep(x, outputs, saved, doubtful, segments, OWN: tl.constexpr, P: t
     if segments is not None and not OWN:
         M, z, key, value = _after_segments(State(M, z, key, value), segments, program, P)
     first, stop = chunks_of(segments, N)
-    lost = 0
     for n in tl.range(first, stop, disable_licm=True):  # what is hoisted would take registers
         gates = gates_of(x.log_f, n, x.T, P)
         k_n = load_chunk(x.k, n, x.T, program.d, NOTHING, P.D_K, P)  # (C, BK)
@@ -108,9 +107,7 @@ def forward_sweep(x, outputs, saved, doubtful, segments, OWN: tl.constexpr, P: t
             _, sums, z_sums = _causal_sums(A, between(gates, A), e_q, e_v, M, z_read, gates, P)  # (C, BV), (C,)
             y = log_of_scaled(sums * (1.0 / z_sums)[:, None], finite(value)[None, :])
             store_chunk(y, log_y, n, x.T, program.e, P.D_V, P)
-            if x.log_f is not None:
-                lost |= tl.max((key == LOST).to(tl.int32))  # this chunk and what follows are doubtful
-            unsure = lost
+            unsure = 0
             if _some_doubtful(sums, z_sums, n, x, program, P):
                 k_n = load_chunk(x.k, n, x.T, program.d, NOTHING, P.D_K, P)  # loaded again to save registers
                 v_n = load_chunk(x.log_v, n, x.T, program.e, NOTHING, P.D_V, P)
@@ -123,14 +120,14 @@ def forward_sweep(x, outputs, saved, doubtful, segments, OWN: tl.constexpr, P: t
         if x.log_f is not None:
             key, value = tl.where(left_k, key, NOTHING), tl.where(left_v, value, NOTHING)
             key_in_chunk = key
-            key, hidden = after_gates(key, z, P)
+            key = after_gates(key, z, P)
             decay = forgotten(gates, key_in_chunk, key, P)
-            M, z, lost = M * decay[:, None], z * decay, lost | hidden
+            M, z = M * decay[:, None], z * decay
 
     if OWN:
-        key = tl.where(lost > 0, LOST, key)  # what follows is doubtful
         _save(_slots_of(segments.own, program.g, P), tl.program_id(1), State(M, z, key, value), program, P)
     elif stop == N:
+        lost = 0
         if saved is not None:
             _save(saved, N, State(M, z, key, value), program, P)
         if outputs.state is not None:

@@ -246,13 +246,13 @@ def left_after_resets(gates, x):
 
 @triton.jit
 def after_gates(key, z, P: tl.constexpr):
-    """Return the frame of what is left of the keys after a chunk, and whether it can no longer be certain.
+    """Return the frame of what is left of the keys after a chunk, from their frame in it and their sum z.
 
-    `key` is the frame in the chunk, and z the sum of keys in it.
+    If z is below `least`, the frame stays: in a smaller one, what z and M have lost to underflow could matter.
     """
     least: tl.constexpr = 2.0**-P.SHRINKS
     left = tl.where((z >= least) & (z < 1.0), exponent_of(z), 0.0)
-    return frame_of(key + left, P.OPERAND), tl.max(((z > 0.0) & (z < least)).to(tl.int32))
+    return frame_of(key + left, P.OPERAND)
 
 
 @triton.jit
