@@ -54,7 +54,7 @@ _TEXTS = re.compile(
 
 def is_text(option: str) -> bool:
     """Whether the value of KEY=VALUE is a text."""
-    return bool(_TEXTS.fullmatch(option.partition("=")[0].rpartition(".")[2].lstrip("+")))
+    return bool(_TEXTS.fullmatch(option.partition("=")[0].rpartition(".")[2]))
 
 
 def groups_of(config_name: str) -> dict[str, list[str]]:

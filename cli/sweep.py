@@ -190,8 +190,7 @@ def _settings_of_hydra(config_name: str, folder: str, keys: list[str], options: 
     settings = {"sweep": {"dir": folder, "subdir": "."}, "output_subdir": None, "job": {"name": config_name}}
     config = OmegaConf.create({"defaults": ["_self_", *logging], "hydra": settings})
     for key in keys:
-        if not key.startswith("+"):
-            OmegaConf.update(config, key, None)
+        OmegaConf.update(config, key, None)
     ConfigStore.instance().store("sweep", config)
     GlobalHydra.instance().clear()
     with hydra.initialize(version_base="1.3", config_path=None):
