@@ -76,7 +76,7 @@ class TrainConfig(FixedSettings, defaults="train"):
             self._check_shared_sequences(share)
         if self.run_dir == Path():
             raise ValueError("run_dir is empty, or this folder: give one for the run, such as run_dir=runs/demo")
-        if self.seq_len > (self.model.max_len or self.seq_len):
+        if self.model.max_len is not None and self.seq_len > self.model.max_len:
             what = f"seq_len={self.seq_len} is longer than the {self.model.max_len} learned positions of the model"
             raise ValueError(f"{what}: use at most that, or set model.position.max_len")
         if (self.runtime.sequence_chunk or self.seq_len) < self.seq_len:

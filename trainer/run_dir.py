@@ -16,6 +16,7 @@ from common.words import in_hydras_grammar
 from trainer.distributed import World
 from trainer.runtime import device_name
 
+_RECORDS = "config.json", "metrics.jsonl", "loss.png", "samples.txt"  # what a run writes beside its checkpoints
 _ROUNDING = "device", "dtype", "torch"  # parts of the environment that rounding depends on
 
 
@@ -29,9 +30,7 @@ def check_folder(run_dir: Path) -> None:
         raise UserError(f"run_dir={run_dir} is a dataset or a checkpoint: choose another folder for the run")
     if runs := sorted(run_dir.glob("*/checkpoints")):
         raise UserError(f"run_dir={run_dir} has runs in it, such as {runs[0].parent.name}: choose a folder beside them")
-    records = [
-        name for name in ("config.json", "metrics.jsonl", "loss.png", "samples.txt") if (run_dir / name).exists()
-    ]
+    records = [name for name in _RECORDS if (run_dir / name).exists()]
     if records and not (run_dir / "run.lock").exists():
         raise UserError(f"run_dir={run_dir} is no run, and training would overwrite its {records[0]}: choose another")
 
