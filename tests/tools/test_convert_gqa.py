@@ -150,13 +150,13 @@ def test_a_run_begins_with_the_converted_weights(tiny, run_of, tmp_path):
 def test_mistakes_are_one_line(run_of, tmp_path, command, request):
     run_of(OF_A_RUN)
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train-00000.bin").touch()
+    (tmp_path / "data" / "manifest.json").touch()
     request.addfinalizer((limited := LimitedFiles(3000)).close)
     limited.fill()
     for first, run_dir, heads, message in [
         ("run", "run", "2", "holds a run: choose another one"),
         ("nothing", "gqa", "2", "does not exist"),
-        ("run", "data", "2", "data is a dataset: choose another folder"),
+        ("run", "data", "2", "data is a dataset or a checkpoint: choose another folder"),
         ("run", "full", "2", f"model.safetensors: Error while serializing: I/O error: {LimitedFiles.error}"),
     ]:
         options = f"checkpoint={tmp_path / first}", f"run_dir={tmp_path / run_dir}", f"n_kv_head={heads}"
