@@ -214,7 +214,7 @@ def read_prompts(config: SampleConfig) -> list[str]:
         if path:
             with path.open(encoding="utf-8", newline="") as file:
                 text = file.read(_LONGEST)
-        if "\0" in text:  # in no text, but in UTF-16
+        if "\0" in text:  # UTF-16 has them, and text has none
             raise UnicodeError
         f"{config.system}{text}".encode()  # fails on the surrogates that stand for an argument's invalid bytes
     except (OSError, UnicodeError) as error:

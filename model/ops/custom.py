@@ -84,5 +84,5 @@ def running_sum(x: Tensor, dim: int) -> Tensor:
 
 
 def aligned(x: Tensor, n: int) -> Tensor:
-    """Append zeros to x (..., D): the first multiple of 8 from n on, which torch's fused kernels need."""
+    """Append zeros to x (..., D) up to the first multiple of 8 that is at least n: torch's fused kernels need one."""
     return pad(x, (0, n + -n % 8 - x.shape[-1]))

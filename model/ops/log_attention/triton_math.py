@@ -246,7 +246,7 @@ def left_after_resets(gates, x):
 
 @triton.jit
 def after_gates(key, z, P: tl.constexpr):
-    """Return the frame of what is left of the keys after a chunk, from their frame in it and their sum z.
+    """Return the frame of the keys after a chunk, from their frame in the chunk and their sum z after it.
 
     If z is below `least`, the frame stays: in a smaller one, what z and M have lost to underflow could matter.
     """
