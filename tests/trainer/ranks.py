@@ -24,6 +24,22 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
+IN_STEP = """
+import os, runpy, signal, sys, threading
+sys.path.insert(0, os.getcwd())
+import trainer.loop
+take_step = trainer.loop.take_step
+def taking(run, *given, **named):
+    step, rank = run.state.step, int(os.environ["RANK"])
+    if {when}:
+        {fault}
+    return take_step(run, *given, **named)
+trainer.loop.take_step = taking
+runpy.run_path("train.py", run_name="__main__")
+"""
+"""train.py with a fault of its own after some step: one from outside could come too late."""
+
+
 class Result(NamedTuple):
     """The exit status and output of a process."""
 

@@ -5,10 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from ranks import ROOT, environment, lines_in, wait_until
+from ranks import IN_STEP, ROOT, environment, lines_in, wait_until
 from test_torchrun import TORCHRUN, assert_same_steps
 
 from trainer.checkpoint import newest
@@ -24,22 +23,13 @@ def test_a_batch_need_not_be_divisible(train_in_processes, processes, sequences,
     assert_same_steps(whole, shared, tolerance=1e-9)
 
 
-def process_of(torchrun, rank):
-    """The id of the process that torchrun has started for a rank."""
-    for children in Path(f"/proc/{torchrun.pid}/task").glob("*/children"):
-        for pid in map(int, children.read_text().split()):
-            if f"RANK={rank}" in Path(f"/proc/{pid}/environ").read_text().split("\0"):
-                return pid
-    raise AssertionError(f"no process has rank {rank}")
-
-
 @contextlib.contextmanager
-def torchrun(*arguments):
-    """A torchrun of two processes of train.py, which restarts them up to three times."""
+def torchrun(script, *arguments):
+    """A torchrun of two processes, which restarts them up to three times."""
     launcher = [sys.executable, *TORCHRUN, "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
     options = {"cwd": ROOT, "env": environment(), "text": True, "start_new_session": True}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen([*launcher, "train.py", *arguments], **options, **pipes)
+    process = subprocess.Popen([*launcher, script, *arguments], **options, **pipes)
     try:
         yield process
     finally:
@@ -53,11 +43,10 @@ def test_torchrun_restarts_a_run_that_lost_a_process(train_in_processes, tiny_ar
     """It recovers automatically from the loss of either and writes bit for bit what an undisturbed run writes."""
     options = ["max_steps=100", "checkpoint.every=10", "eval.every=50", "runtime.dtype=float64"]
     undisturbed = train_in_processes("undisturbed", 2, *options)
-    log = tmp_path / "run" / "metrics.jsonl"
-    with torchrun(*tiny_args, *options) as process:
-        for rank, step in [(0, 25), (1, 65)]:
-            wait_until(lambda: lines_in(log) > step or process.poll() is not None, f"step {step}")  # noqa: B023
-            os.kill(process_of(process, rank), signal.SIGKILL)
+    when = f"(step, rank) in [(25, 0), (65, 1)] and not os.path.exists(f'{tmp_path}/{{step}}')"
+    dies = tmp_path / "dies.py"
+    dies.write_text(IN_STEP.format(when=when, fault=f"os.mkdir(f'{tmp_path}/{{step}}'); os.kill(os.getpid(), 9)"))
+    with torchrun(dies, *tiny_args, *options) as process:
         out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     assert out.count(f"resuming {tmp_path / 'run'} after step") == 2
@@ -69,7 +58,9 @@ def test_torchrun_restarts_a_run_that_lost_a_process(train_in_processes, tiny_ar
 @pytest.mark.slow
 def test_a_signal_to_torchrun_stops_and_saves(tiny_args, tmp_path, number):
     log = tmp_path / "run" / "metrics.jsonl"
-    with torchrun(*tiny_args, "max_steps=100000", "checkpoint.every=100000", "eval.every=100000") as process:
+    with torchrun(
+        "train.py", *tiny_args, "max_steps=100000", "checkpoint.every=100000", "eval.every=100000"
+    ) as process:
         wait_until(lambda: lines_in(log) > 5 or process.poll() is not None, "5 steps")
         process.send_signal(number)
         out, _ = process.communicate(timeout=240)

@@ -74,7 +74,7 @@ def test_a_process_alone_that_hangs_names_its_place_and_its_stacks(worker):
 
 
 def test_every_process_of_a_run_that_hangs_names_its_own_place(worker):
-    results = run(3, *worker("if step == 25 and world.rank == 1: time.sleep(10**6)", hang_seconds=0.5))
+    results = run(3, *worker("if step == 25 and world.rank == 1: time.sleep(10**6)"))
     assert [result.status for result in results] == [AGAIN] * 3, [result.err for result in results]
     assert stuck_at(results[1]) == "step 25: data"
     for result in (results[0], results[2]):  # or it notices first that another has ended
@@ -108,7 +108,7 @@ def test_what_takes_long_says_where_it_is_and_how_long_so_far(monkeypatch, capsy
 @pytest.mark.parametrize("stopped", [0, 1])
 @pytest.mark.slow
 def test_a_stopped_process_ends_the_others_even_if_it_hosts_the_store(worker, tmp_path, stopped):
-    with started(3, *worker(hang_seconds=1)) as processes:
+    with started(3, *worker()) as processes:
         all_arrived(tmp_path, 3)
         os.kill(processes[stopped].pid, signal.SIGSTOP)
         others = finish(*(process for process in processes if process is not processes[stopped]), seconds=120)
@@ -179,7 +179,7 @@ def test_training_says_where_it_hangs_and_goes_on_when_it_is_started_again(tiny_
 def test_slow_is_not_hung(worker):
     """Two processes take longer than hang_seconds, in places and for a check, as model/ops/checks.py says."""
     check = "from model.ops import checks; [(time.sleep(0.2), [call() for call in checks.waiting]) for _ in range(15)]"
-    places = "for i in range(3 * (step == 25 and world.rank == 1)): time.sleep(1); world.at(f'evaluate {i}')"
+    places = "for i in range(4 * (step == 25 and world.rank == 1)): time.sleep(0.7); world.at(f'evaluate {i}')"
     results = run(3, *worker(f"{places}\n        if step == 30 and world.rank == 2: {check}", steps=40))
     assert [(result.status, result.err) for result in results] == [(0, "")] * 3
 
@@ -211,7 +211,7 @@ def test_suspended_is_not_hung(worker, tmp_path):
 def test_a_process_that_has_left_has_as_much_time_as_it_needs(worker, last):
     """For example for its last save: it is not interrupted, and the others do not ask for a restart."""
     last_words = f"if step == 30: world.rank != {last} or (world.leave(), time.sleep(4)); break"
-    results = run(3, *worker(last_words, hang_seconds=2))
+    results = run(3, *worker(last_words))
     assert [(result.status, result.err) for result in results] == [(0, "")] * 3
 
 
@@ -261,7 +261,7 @@ def test_an_error_is_told_before_what_one_process_still_has_to_do(worker):
                 time.sleep(8)
                 print("saved")
                 raise"""
-    results = run(2, *worker(fault, hang_seconds=1))
+    results = run(2, *worker(fault))
     assert [result.status for result in results] == [1, 1], results[1].err
     assert results[0].out == "saved\n"
     assert "process 0 ended with an error" in errors_of(results[1])[0]

@@ -5,6 +5,7 @@ import itertools
 import os
 import pty
 import signal
+import threading
 import time
 
 import pytest
@@ -12,6 +13,7 @@ import ranks
 from test_resume import assert_same_run, metrics
 
 import trainer.checkpoint
+import trainer.signals
 import trainer.step
 from common.exits import AGAIN
 from trainer.checkpoint import newest, open_checkpoint
@@ -21,19 +23,7 @@ from trainer.signals import STOPPING, StopSignals
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
 # A run that waits for ever in step 3, as in a collective that never ends: Python code never runs again.
-STUCK = """
-import threading, runpy
-import trainer.loop
-take_step = trainer.loop.take_step
-def taking(run, *given, **named):
-    if run.state.step == 2:
-        stuck.acquire()
-    return take_step(run, *given, **named)
-stuck = threading.Lock()
-stuck.acquire()
-trainer.loop.take_step = taking
-runpy.run_path("train.py", run_name="__main__")
-"""
+STUCK = ranks.IN_STEP.format(when="step == 2", fault="threading.Event().wait()")
 
 
 @pytest.fixture
@@ -41,16 +31,17 @@ def args(tiny_args):
     return [*tiny_args, "runtime.micro_batch=4", "max_steps=100", "checkpoint.every=1000", "eval.every=1000"]
 
 
+def stopped_after_step_5(rank, number):
+    """The code of a run in which a process receives a signal after step 5."""
+    return ranks.IN_STEP.format(when=f"(step, rank) == (5, {rank})", fault=f"os.kill(os.getpid(), {int(number)})")
+
+
 def test_a_signal_ends_the_run_after_its_step_and_the_same_command_goes_on(command, args, tmp_path):
     assert command("train", *args, f"run_dir={tmp_path / 'whole'}").status == 0
-    log = tmp_path / "run" / "metrics.jsonl"
-    with ranks.started(1, "train.py", *args) as (process,):
-        ranks.wait_until(lambda: ranks.lines_in(log) > 5, "5 steps")
-        os.kill(process.pid, signal.SIGTERM)
-        (stopped,) = ranks.finish(process)
+    (stopped,) = ranks.run(1, "-c", stopped_after_step_5(0, signal.SIGTERM), *args)
     assert stopped.status == AGAIN == 75
     step = open_checkpoint(tmp_path / "run").state.step
-    assert 5 < step < 100
+    assert 5 <= step < 100
     assert metrics(tmp_path / "run")[-1]["step"] == step
     assert f"stopped by SIGTERM: step {step} of 100 is saved" in stopped.out
     assert "a second signal stops at once" in stopped.err
@@ -66,16 +57,17 @@ def stopped_at(monkeypatch):
     """Trains until a signal comes in a forward pass, counted from 1."""
 
     def train(config, number):
-        forward, calls = trainer.step.SummedLoss.forward, itertools.count(1)
+        forward, calls, noted = trainer.step.SummedLoss.forward, itertools.count(1), threading.Event()
 
         def interrupted(*args):
             if next(calls) == number:
                 os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(0.2)  # a thread takes note of it
+                assert noted.wait(60)
             return forward(*args)
 
         with monkeypatch.context() as patch:
             patch.setattr(trainer.step.SummedLoss, "forward", interrupted)
+            patch.setattr(trainer.signals, "warn", lambda line: noted.set())
             with pytest.raises(SystemExit) as stopped:
                 fit(config)
         assert stopped.value.code == AGAIN
@@ -110,11 +102,7 @@ def test_a_stop_saves_again_what_could_not_be_saved(tiny, monkeypatch, stopped_a
 
 @pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_after_the_same_step(args, tmp_path):
-    log = tmp_path / "run" / "metrics.jsonl"
-    with ranks.started(2, "train.py", *args) as processes:
-        ranks.wait_until(lambda: ranks.lines_in(log) > 5, "5 steps")
-        os.kill(processes[1].pid, signal.SIGUSR1)
-        results = ranks.finish(*processes)
+    results = ranks.run(2, "-c", stopped_after_step_5(1, signal.SIGUSR1), *args)
     assert [r.status for r in results] == [AGAIN, AGAIN], [r.err for r in results]
     step = newest(tmp_path / "run").name
     assert f"another process was asked to stop: step {int(step[5:])} of 100 is saved" in results[0].out
@@ -129,8 +117,12 @@ def test_a_second_signal_ends_even_a_run_that_hangs(args, tmp_path, number):
         os.kill(process.pid, number)
         time.sleep(0.5)
         assert process.poll() is None, "the first waits for the step"
-        os.kill(process.pid, number)
-        (ended,) = ranks.finish(process, seconds=30)
+        for _ in range(120):  # one that comes at the same time as the first is not a second one
+            os.kill(process.pid, number)
+            time.sleep(0.5)
+            if process.poll() is not None:
+                break
+        (ended,) = ranks.finish(process, seconds=1)
     assert ended.status == 128 + number
     last = f"error: {number.name}, the second signal: stopped at once; the same command resumes from the last save"
     assert ended.err.splitlines()[-1] == last
@@ -148,7 +140,7 @@ def test_a_run_whose_terminal_is_lost_saves(args, tmp_path):
     """Printing fails from then on, and the system sends SIGHUP."""
     ours, theirs = pty.openpty()
     log = tmp_path / "run" / "metrics.jsonl"
-    with ranks.started(1, "-c", AT_TERMINAL, *args, *[os.ttyname(theirs)] * 3) as (process,):
+    with ranks.started(1, "-c", AT_TERMINAL, *args, "max_steps=100000", *[os.ttyname(theirs)] * 3) as (process,):
         ranks.wait_until(lambda: ranks.lines_in(log) > 5, "5 steps")
         os.close(theirs)
         os.close(ours)
@@ -162,9 +154,8 @@ def test_a_run_under_nohup_outlives_its_terminal_unless_torchrun_does_not(monkey
     for key, value in launcher.items():
         monkeypatch.setenv(key, value)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with StopSignals() as signals:
+    with StopSignals() as signals:  # its end waits for what has been sent
         os.kill(os.getpid(), signal.SIGHUP)
-        time.sleep(0.5)
     signal.signal(signal.SIGHUP, before)
     assert (signals.received is signal.SIGHUP) == stops
 
@@ -172,12 +163,9 @@ def test_a_run_under_nohup_outlives_its_terminal_unless_torchrun_does_not(monkey
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_signals_of_one_event_are_one_signal(number):
     with StopSignals() as signals:
+        signals._echo_seconds = 60.0  # as long as this machine may take
         for _ in range(3):  # such as a terminal's to the whole group, then the shell's or torchrun's
             os.kill(os.getpid(), number)
-        deadline = time.monotonic() + 30
-        while signals.received is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.1)
     assert signals.received is number
 
 

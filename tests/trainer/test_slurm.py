@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from ranks import ROOT, environment, lines_in, wait_until
+from ranks import IN_STEP, ROOT, environment, lines_in
 
 from trainer.run_dir import own_run
 
@@ -20,7 +20,6 @@ for ((task = 0; task < SLURM_NTASKS; task++)); do
     SLURM_PROCID=$task SLURM_LOCALID=$task "$@" &
     pids+=($!)
 done
-echo "${pids[@]}" > "$STANDIN/pids.new" && mv "$STANDIN/pids.new" "$STANDIN/pids"
 highest=0
 for pid in "${pids[@]}"; do
     wait "$pid"
@@ -50,7 +49,6 @@ def job(tmp_path, tiny_args):
     started = []
 
     def start(*options, **more_environment):
-        (standin / "pids").unlink(missing_ok=True)
         slurm = {
             "PATH": f"{standin}:{os.environ['PATH']}",
             "STANDIN": str(standin),
@@ -74,7 +72,6 @@ def job(tmp_path, tiny_args):
 
     (standin / "scontrol.log").touch()
     start.requeues = lambda: (standin / "scontrol.log").read_text().splitlines()
-    start.pids = lambda: [int(pid) for pid in (standin / "pids").read_text().split()]
     start.srun = lambda: (standin / "srun.log").read_text()
     yield start
     for process in started:
@@ -90,11 +87,11 @@ def test_bash_understands_it():
 @pytest.mark.slow
 def test_a_job_at_its_time_limit_is_requeued_and_its_next_start_finishes_the_run(job, tmp_path):
     steps = "max_steps=200", "checkpoint.every=1000", "eval.every=1000"
-    log = tmp_path / "run" / "metrics.jsonl"
-    first = job(*steps)
-    wait_until(lambda: lines_in(log) > 20 or first.poll() is not None, "step 20")
-    for pid in job.pids():  # SLURM's --signal=USR1@300: to every process of the step
-        os.kill(pid, signal.SIGUSR1)
+    log, python, train = tmp_path / "run" / "metrics.jsonl", tmp_path / "python", tmp_path / "train.py"
+    train.write_text(IN_STEP.format(when="step == 20", fault="os.kill(os.getpid(), signal.SIGUSR1)"))
+    python.write_text(f'#!/bin/bash\n[[ $2 == --cfg ]] || set -- {train} "${{@:2}}"\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    first = job(*steps, PYTHON=str(python))  # SLURM's --signal=USR1@300: to every process of the step
     out, err = first.communicate(timeout=120)
     assert first.returncode == 0, err
     assert job.requeues() == [f"requeue {os.getpid()}"], out + err
