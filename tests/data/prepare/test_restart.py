@@ -40,6 +40,15 @@ sys.argv[0] = "scripts/prepare_data.py"
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
+INTERRUPTED = """
+import os, signal
+rename = os.rename
+def interrupting(source, target):
+    rename(source, target)
+    os.killpg(0, signal.SIGINT)  # as the terminal does
+os.rename = interrupting  # of the first span
+"""
+
 
 @pytest.fixture
 def large(tmp_path):
@@ -55,9 +64,9 @@ def large(tmp_path):
     return ["data=jsonl", path, "tokenizer=bytes", "val_fraction=0.1", "shard_tokens=100_000"]
 
 
-def start(options, out_dir, workers):
+def start(options, out_dir, workers, before=""):
     return subprocess.Popen(
-        [sys.executable, "-c", DRIVER, *options, f"out_dir={out_dir}", f"workers={workers}"],
+        [sys.executable, "-c", before + DRIVER, *options, f"out_dir={out_dir}", f"workers={workers}"],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -338,9 +347,7 @@ def test_stopped_while_finishing_the_input_is_not_read_again(config, expected, t
 @pytest.mark.slow
 def test_ctrl_c_is_one_line_and_the_same_command_goes_on(large, memory, workers):
     out = memory / "out"
-    process = start(large, out, workers)
-    wait_for_a_span(process, out)
-    os.killpg(process.pid, signal.SIGINT)  # as the terminal does
+    process = start(large, out, workers, before=INTERRUPTED)
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "error: interrupted; the same command continues from what is written\n")
     assert n_spans(out) > 0
