@@ -61,11 +61,6 @@ class ChatTokenizer(Tokenizer):
         """The markers, and what is saved of the inner tokenizer."""
         return {"chat": [*MARKERS], "tokenizer": self.inner.saved}
 
-    @functools.cached_property
-    def byte_lengths(self) -> np.ndarray:
-        """As of any tokenizer; 0 for markers, too."""
-        return np.append(self.inner.byte_lengths, [0] * len(MARKERS))
-
     def encode_arrays(self, text: str) -> Iterator[np.ndarray]:
         """Yield the token ids of a text, as the inner tokenizer does."""
         return self.inner.encode_arrays(text)
@@ -93,27 +88,14 @@ class ChatTokenizer(Tokenizer):
         return [*ids, self.assistant_id] if answer else ids
 
 
-def parse_messages(messages: Any) -> list[tuple[str, str]]:
-    """Return (role, text) of each message of a conversation to learn from.
-
-    Raises:
-        UserError: a message is malformed, or an answer is empty. Equal mistakes have equal texts.
-    """
-    if not isinstance(messages, list):
-        raise UserError("messages is not a list")
-    parsed = [parse_message(message) for message in messages]
-    if any(role == "assistant" and not text.strip() for role, text in parsed):
-        raise UserError("an empty answer")
-    return parsed
-
-
 def parse_message(message: Any) -> tuple[str, str]:
     """Return (role, text) of a message, as OpenAI writes it: {"role": "user", "content": "Hello"}.
 
     A developer's message is one of the system; a content in parts is joined.
 
     Raises:
-        UserError: it is something else.
+        UserError: it is something else. Equal mistakes have equal texts.
+        UnicodeEncodeError: its text has half a character, such as JSON's "\\ud800".
     """
     role = message.get("role") if isinstance(message, dict) else None
     role = "system" if role == "developer" else role
@@ -126,10 +108,8 @@ def parse_message(message: Any) -> tuple[str, str]:
     texts: list[Any] = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
     if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
         raise UserError("a message whose content is not text")
-    try:
-        (text := "".join(texts)).encode()
-    except UnicodeEncodeError:  # JSON's "\ud800" is half a character
-        raise UserError("lone surrogate") from None
+    text = "".join(texts)
+    text.encode()  # not all tokenizers do
     return role, text
 
 

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -136,7 +136,7 @@ class CutWindows(EvalBatches):
 T = TypeVar("T")
 
 
-class Prefetch(Generic[T], Iterator[T]):
+class Prefetch(Iterator[T]):
     """Yields the same items in the same order; a thread makes them while earlier ones are in use. A context manager.
 
     The thread is up to two items ahead. An error in the thread is raised in place of its item. When the context ends,

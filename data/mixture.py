@@ -74,7 +74,7 @@ class Mixture:
             if weight and not sizes[name]:
                 given = f"data.mixture gives {name!r} the weight {weight:g}"
                 raise UserError(f"{given}, but no window consists mostly of it: lower seq_len, or leave it out")
-        amounts = [Fraction(str(float(weights.get(name, 1)))) * size for name, size in sizes.items()]
+        amounts = [Fraction(str(weights.get(name, 1))) * size for name, size in sizes.items()]
         if not any(amounts):
             raise UserError("data.mixture leaves nothing to train on: give at least one set a weight above 0")
         self.parts = np.array(whole_parts(amounts))

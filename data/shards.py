@@ -26,7 +26,6 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from common.files import file_size, read_json, sha256_file
 from common.settings import Settings, UserError, decode
 
-FORMAT_VERSION = 3
 _INDEX_VERSION = 2
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -51,6 +50,7 @@ _MOST = 2**48  # the largest count in a manifest, so that sums and sizes in byte
 SplitName = Literal["train", "val"]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, le=_MOST)]
+PositiveCount = Annotated[int, Field(ge=1, le=_MOST)]
 SetName = Annotated[str, Field(min_length=1), AfterValidator(_printable)]
 
 
@@ -73,8 +73,8 @@ class Shard(Strict):
     """One file of token ids and the index of its documents."""
 
     file: str
-    tokens: Annotated[int, Field(ge=1, le=_MOST)]
-    documents: Annotated[int, Field(ge=1, le=_MOST)]
+    tokens: PositiveCount
+    documents: PositiveCount
     sha256: Sha256
     index_sha256: Sha256
     sets: list[Count] | None = None
@@ -177,12 +177,12 @@ class Manifest(Strict):
     @property
     def fingerprint(self) -> str:
         """A hex digest of tokenizer, tokens and sets: a run continues only on a dataset with the same fingerprint."""
-        shards = [(name, shard) for name in sorted(self.splits) for shard in self.splits[name].shards]
-        sums = [
-            f"{name} {shard.sha256} {shard.index_sha256}" + (f" {shard.sets}" if shard.sets is not None else "")
-            for name, shard in shards
-        ]
-        return hashlib.sha256("\n".join([self.tokenizer.sha256, *self.set_names, *sums]).encode()).hexdigest()
+        lines = [self.tokenizer.sha256, *self.set_names]
+        for name, split in sorted(self.splits.items()):
+            for shard in split.shards:
+                sets = "" if shard.sets is None else f" {shard.sets}"
+                lines.append(f"{name} {shard.sha256} {shard.index_sha256}{sets}")
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def total_of(amounts: Iterable[Counts]) -> Counts:
@@ -233,8 +233,8 @@ def parse_manifest(dataset_dir: Path) -> Manifest:
         raise UserError(f"dataset_dir={dataset_dir} does not exist or has no {MANIFEST}: {remedy}")
     raw = read_json(path)
     version = raw.get("format_version") if isinstance(raw, dict) else None
-    if version not in (2, FORMAT_VERSION):
-        given = f"format version {repr(version)[:40]}, this program reads 2 and {FORMAT_VERSION}"
+    if version not in (2, 3):
+        given = f"format version {repr(version)[:40]}, this program reads 2 and 3"
         raise UserError(f"{path} has {given}: prepare it again")
     try:
         return decode(Manifest, raw)
@@ -299,7 +299,7 @@ class TokenStream:
             part = np.fromfile(self._paths[shard], self.dtype, count, offset=(start - begin) * self.dtype.itemsize)
             if part.size < count:
                 raise damaged(self._paths[shard], "it is shorter than its manifest says")
-            if part.size and int(part.max()) >= self.n_vocab:
+            if int(part.max()) >= self.n_vocab:
                 raise damaged(self._paths[shard], "it holds ids that its tokenizer does not have")
             parts.append(part.astype(np.int64))
             start, shard = start + count, shard + 1

@@ -2,15 +2,17 @@
 
 import codecs
 import itertools
-import os
+import json
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from common.files import open_file
-from data.prepare.items import BINARY, LONG_WINDOW, Seen, Unreadable
+from data.prepare.items import BINARY, LONG_WINDOW, NOT_JSON, NOT_UTF8, Seen, Unreadable
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 LONGEST_LINE = 2**28
@@ -46,6 +48,34 @@ def read_lines(path: Path, seen: Seen) -> Iterator[bytes | bytearray | None]:
         yield begun
 
 
+def parse_line(line: bytes | bytearray) -> Any:
+    """Return the JSON value of a line. Raises Unreadable."""
+    try:
+        return orjson.loads(line)
+    except ValueError:  # json accepts more (a byte order mark, NaN, half characters), and names the reason
+        pass
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise Unreadable(NOT_UTF8) from None
+    except (ValueError, RecursionError):
+        raise Unreadable(NOT_JSON) from None
+
+
+def read_text(path: Path, seen: Seen) -> Iterator[str]:
+    """Yield the text of a file in chunks of bounded size. Raises Unreadable with the line that is not UTF-8."""
+    decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
+    try:
+        for content in read_utf8(path, seen):
+            text = decoder.decode(content)
+            yield text
+            line += text.count("\n")
+        yield decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        reason = BINARY if _n_controls(error.object) else NOT_UTF8
+        raise Unreadable(reason, line + error.object.count(b"\n", 0, error.start)) from None
+
+
 def read_utf8(path: Path, seen: Seen) -> Iterator[bytes]:
     """Yield the content of a file in pieces of bounded size, decompressed as its suffix says (COMPRESSED).
 
@@ -64,7 +94,7 @@ def read_utf8(path: Path, seen: Seen) -> Iterator[bytes]:
         pieces = (text.encode() for text in codecs.iterdecode(pieces, encoding))
     try:
         first = next(pieces, b"")
-        if first.startswith(b"%PDF-") or n_controls(start := first[:512]) > 0.01 * len(start):  # tar: a name and zeros
+        if first.startswith(b"%PDF-") or _n_controls(start := first[:512]) > 0.01 * len(start):  # tar: a name and zeros
             raise Unreadable(BINARY)
         yield first
         yield from pieces
@@ -72,7 +102,7 @@ def read_utf8(path: Path, seen: Seen) -> Iterator[bytes]:
         raise Unreadable(f"invalid {encoding}") from None
 
 
-def n_controls(content: bytes) -> int:
+def _n_controls(content: bytes) -> int:
     """Return how many control characters that no text has are in it: random bytes have 10 %."""
     return len(content) - len(content.translate(None, _CONTROLS))
 
@@ -98,7 +128,7 @@ def _content(path: Path, seen: Seen) -> Iterator[bytes]:
 
 def _bytes(path: Path, seen: Seen, n_bytes: int) -> Iterator[bytes]:
     """Yield what stands in a file in pieces of `n_bytes`."""
-    with open_file(Path(os.path.realpath(path))) as file:  # a data file may be a link
+    with open_file(path.resolve()) as file:  # a data file may be a link
         while chunk := file.read(n_bytes):
             seen(len(chunk))
             yield chunk

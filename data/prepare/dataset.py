@@ -122,8 +122,7 @@ def prepare(config: PrepareConfig) -> Manifest | None:
 def _existing(config: PrepareConfig, prepared: dict[str, Any], folder: Path) -> Manifest:
     """Return the manifest of the existing dataset; raise UserError if its settings differ from `config`."""
     manifest, file = read_manifest(config.out_dir), getattr(config.tokenizer, "path", None)
-    is_there = file is not None and file.exists()  # else the dataset has a copy
-    tokenizer = config.open_tokenizer().id if is_there else manifest.tokenizer
+    tokenizer = config.open_tokenizer().id if file and file.exists() else manifest.tokenizer  # which has a copy
     before = Plan(prepared=manifest.prepared, tokenizer=manifest.tokenizer)
     if changes := before.changes(Plan(prepared=prepared, tokenizer=tokenizer)):
         what = f"out_dir={config.out_dir} already holds another dataset (made {changes})"
@@ -160,11 +159,6 @@ class _Reading(Track):
         """Count bytes of the input."""
         self.done += n_bytes
 
-    def show(self, items: list[Item]) -> None:
-        """Count items."""
-        self.items += len(items)
-        self.advance(0, f"{self.items:,} documents")
-
 
 def _read(
     config: PrepareConfig, plan: Plan, folder: Path, inputs: list[str], after: Position | None, track: _Reading
@@ -183,7 +177,8 @@ def _read(
     raws = source.documents(track.seen, after, inputs)
     encoded = encode_all(source, raws, folder / TOKENIZER, workers, plan.piece)
     for items in itertools.chain(encoded, [[]]):
-        track.show(items)
+        track.items += len(items)
+        track.advance(0, f"{track.items:,} documents")
         skipped = [item for item in items if isinstance(item, Skipped)]
         if skipped and config.on_error == "stop":
             first = skipped[0]

@@ -161,12 +161,12 @@ def _tokenized(text: str, tokenizer: Tokenizer, piece: int | None) -> Iterator[t
 
 def _given(ids: np.ndarray, tokenizer: Tokenizer, piece: int | None) -> Iterator[tuple[Any, ...]]:
     """Yield what Encoded has of given ids, which may be several documents. Raises Unreadable."""
-    if ids.max() >= tokenizer.n_vocab or (ids.dtype.kind == "i" and ids.min() < 0):
+    if ids.min() < 0 or ids.max() >= tokenizer.n_vocab:
         raise Unreadable(OUT_OF_RANGE)
-    ids, eot_id = ids.astype(token_dtype(tokenizer.n_vocab)), tokenizer.eot_id
+    ids, eot_id, most = ids.astype(token_dtype(tokenizer.n_vocab)), tokenizer.eot_id, piece or ids.size
     for document in np.split(ids, np.flatnonzero(ids[:-1] == eot_id) + 1):
-        for start in range(0, document.size, piece or ids.size):
-            each = document[start : start + (piece or ids.size)]
+        for start in range(0, document.size, most):
+            each = document[start : start + most]
             was_ended = bool(each[-1] == eot_id)
             if not was_ended:
                 each = np.append(each, ids.dtype.type(eot_id))

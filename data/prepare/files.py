@@ -114,4 +114,4 @@ def _below(folder: str, parts: list[str], left_out: dict[str, str], seen: set[tu
 def some_of(items: list[str], most: int = 4) -> str:
     """Return the first of some items for a message, and how many others there are."""
     others = len(items) - most
-    return ", ".join([*items[:most], *([f"and {others} more"] if others > 0 else [])])
+    return ", ".join([*items[:most], *[f"and {others} more"] * (others > 0)])

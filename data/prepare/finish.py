@@ -109,14 +109,14 @@ def _check(manifest: Manifest, plan: Plan, first: dict[str, str]) -> None:
     Raises:
         UserError: one of the splits has no documents.
     """
-    totals = {name: split.total for name, split in manifest.splits.items()}
-    documents = sum(total.documents for total in totals.values())
+    counts = {name: split.total.documents for name, split in manifest.splits.items()}
+    documents = sum(counts.values())
     if not documents:
         found = Counter(manifest.skipped).most_common()
         why = ", ".join(f"{n:,} x {reason}, first {first[reason]}" for reason, n in found)
         remedy = REMEDIES.get(found[0][0], "correct them, or check data.path") if found else "check data.path"
         raise UserError(f"the corpus is empty ({why or 'it has no documents'}): {remedy}")
-    empty = next((name for name, total in totals.items() if not total.documents), None)
+    empty = next((name for name, n in counts.items() if not n), None)
     if empty and plan.val_tokens:
         what = f"all {documents} documents begin within val_tokens={plan.val_tokens}: none is left to train on"
         raise UserError(f"{what}: give a smaller val_tokens")

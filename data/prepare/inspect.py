@@ -5,7 +5,6 @@ from pathlib import Path
 
 from rich import box
 from rich.table import Table
-from rich.text import Text
 
 from common.settings import UserError
 from data.documents import documents_in
@@ -22,7 +21,7 @@ def sets_table(manifest: Manifest) -> Table:
             share = 100 * counts.tokens / max(1, split.total.tokens)
             rate = f"{counts.tokens / counts.utf8_bytes:.3f}" if counts.utf8_bytes else "no text"
             numbers = f"{counts.documents:,}", f"{counts.tokens:,}", f"{share:.2f}", f"{counts.utf8_bytes:,}"
-            _add_row(table, name, visible(set_name), *numbers, rate)
+            table.add_row(name, visible(set_name), *numbers, rate)
         table.add_section()
     return table
 
@@ -48,7 +47,7 @@ def documents_table(dataset_dir: Path, manifest: Manifest, split: SplitName, win
         for place in documents_in(dataset_dir, manifest, split, start, stop):
             begin, end = max(start, place.start), min(stop, place.stop)
             part = f"{begin - place.start:,} - {end - place.start:,}", f"{place.stop - place.start:,}"
-            _add_row(table, visible(place.set_name), visible(place.input), place.number, *part, row, begin)
+            table.add_row(visible(place.set_name), visible(place.input), f"{place.number}", *part, f"{row}", f"{begin}")
     return table
 
 
@@ -65,7 +64,3 @@ def _table(texts: list[str], numbers: list[str]) -> Table:
     for column in numbers:
         table.add_column(column, justify="right")
     return table
-
-
-def _add_row(table: Table, *cells: object) -> None:
-    table.add_row(*(Text(str(cell)) for cell in cells))  # brackets in a Text are not markup

@@ -4,9 +4,6 @@ The source's `parse` turns a raw item into a document; it runs in a worker proce
 To add a source: a class here with its `name`, its place in `SourceConfig` (dataset.py), and a YAML in configs/data.
 """
 
-import codecs
-import itertools
-import json
 import os
 import re
 import sysconfig
@@ -15,30 +12,17 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-import orjson
 
 from common.console import say
 from common.settings import PathText, Settings, UserError
 from common.words import source_for
-from data.chat import parse_messages
-from data.prepare.archives import COMPRESSED, n_controls, read_lines, read_utf8
+from data.chat import parse_message
+from data.prepare.archives import COMPRESSED, parse_line, read_lines, read_text
 from data.prepare.files import matches, some_of
-from data.prepare.items import (
-    ARRAY,
-    BINARY,
-    NO_TEXT,
-    NOT_IDS,
-    NOT_JSON,
-    NOT_UTF8,
-    Document,
-    Position,
-    Raw,
-    Seen,
-    Unreadable,
-)
+from data.prepare.items import ARRAY, BINARY, NO_TEXT, NOT_IDS, Document, Position, Raw, Seen, Unreadable
 
 _OF_DATASETS = re.compile(r"\.(parquet|arrow|csv|json)l?((?<=csv)\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
-JSON_LINES = tuple(map("".join, itertools.product([".jsonl", ".ndjson"], ["", *COMPRESSED])))
+JSON_LINES = tuple(lines + packed for lines in (".jsonl", ".ndjson") for packed in ("", *COMPRESSED))
 
 
 class Source(Settings):
@@ -93,10 +77,12 @@ class FileSource(Source):
     def read(self, path: Path, seen: Seen) -> Iterator[Any]:
         """Yield the numbered parts of a file, such as its lines; None for a part without an item, such as a blank line.
 
+        Here the whole text is the only part.
+
         Raises:
             OSError, Unreadable: the file cannot be read any further.
         """
-        raise NotImplementedError
+        yield "".join(read_text(path, seen))
 
     def documents(
         self, seen: Seen = lambda _: None, after: Position | None = None, inputs: Sequence[str] | None = None
@@ -115,7 +101,7 @@ class FileSource(Source):
 
     def _items(self, name: str, path: Path, seen: Seen) -> Iterator[Raw]:
         """Yield the items of one file; of a damaged one, those before the damage."""
-        number, error = 0, None
+        number = 0
         try:
             if os.path.lexists(path) and not os.path.isfile(path):  # the inputs have only folders that cannot be read
                 raise Unreadable("unreadable folder" if os.path.isdir(path) else "not a regular file")
@@ -124,15 +110,13 @@ class FileSource(Source):
                     size = 0 if isinstance(content, Unreadable) else len(content)
                     yield Raw(Position(name, number), content, size)
             if number == 0:
-                error = Unreadable("empty file")
-        except OSError as failure:
-            if number:  # the file is readable: a failing disk must not cost the rest of it
-                raise UserError(f"{path} can't be read after line {number} ({failure.strerror}): try again") from None
-            error = Unreadable("unreadable file")
-        except Unreadable as damage:
-            error = damage
-        if error:
+                raise Unreadable("empty file")
+        except Unreadable as error:
             yield Raw(Position(name, number + error.line), error, 0)
+        except OSError as error:
+            if number:  # the file is readable: a failing disk must not cost the rest of it
+                raise UserError(f"{path} can't be read after line {number} ({error.strerror}): try again") from None
+            yield Raw(Position(name, 1), Unreadable("unreadable file"), 0)
 
 
 def _ids(values: list[Any]) -> np.ndarray:
@@ -143,13 +127,18 @@ def _ids(values: list[Any]) -> np.ndarray:
 
 
 def _conversation(messages: Any) -> list[tuple[str, str]]:
-    """Return (role, text) of each message. Raises Unreadable."""
+    """Return (role, text) of each message of a conversation to learn from. Raises Unreadable."""
+    if not isinstance(messages, list):
+        raise Unreadable("messages is not a list")
     try:
-        parsed = parse_messages(messages)
+        parsed = [parse_message(message) for message in messages]
     except UserError as error:
         raise Unreadable(str(error)) from None
-    if not any(role == "assistant" for role, _ in parsed):
+    answers = [text for role, text in parsed if role == "assistant"]
+    if not answers:
         raise Unreadable("a conversation without an answer")
+    if not all(map(str.strip, answers)):
+        raise Unreadable("an empty answer")
     return parsed
 
 
@@ -172,10 +161,6 @@ class StdlibSource(FileSource):
     def path_of(self, name: str) -> Path:
         """Return the file of Python's library with a name in `inputs`."""
         return Path(sysconfig.get_path("stdlib")) / name
-
-    def read(self, path: Path, seen: Seen) -> Iterator[Any]:
-        """Yield the file as one document."""
-        yield "".join(_text(path, seen))
 
 
 class NamedFiles(FileSource):
@@ -231,8 +216,9 @@ class NamedFiles(FileSource):
             yield Unreadable("line too long") if line is None else line if line.strip() else None
 
     def text_and_set(self, content: Any) -> tuple[Any, str]:
-        """Parse a line."""
-        return _of_record(parse_line(content), self)
+        """Parse a line; other content is a document."""
+        is_line = isinstance(content, bytes | bytearray)
+        return _of_record(parse_line(content), self) if is_line else super().text_and_set(content)
 
 
 class TextSource(NamedFiles, defaults="data/text"):
@@ -244,10 +230,10 @@ class TextSource(NamedFiles, defaults="data/text"):
         """Yield the file as one document, or a long one as several, so that the split by hash has a choice."""
         is_lines, head = path.name.lower().endswith(JSON_LINES), ""
         if not is_lines:
-            for text in _text(path, lambda _: None):  # a file with an error is refused as a whole
+            for text in read_text(path, lambda _: None):  # a file with an error is refused as a whole
                 head = head or text
             is_lines = self._has_lines(head, is_json=".json" in path.name.lower())
-        yield from super().read(path, seen) if is_lines else passages(_text(path, seen))
+        yield from super().read(path, seen) if is_lines else passages(read_text(path, seen))
 
     def _has_lines(self, head: str, is_json: bool) -> bool:
         """Whether a text that begins so is JSON lines. `is_json`: its file is named so. Raises Unreadable."""
@@ -260,10 +246,6 @@ class TextSource(NamedFiles, defaults="data/text"):
         if re.match(an_array, head) or (is_json and re.match(r"\s*\[", head)):
             raise Unreadable(ARRAY)
         return bool(is_object and re.search(has_text, line))
-
-    def text_and_set(self, content: Any) -> tuple[Any, str]:
-        """Return a passage, or parse a line."""
-        return (content, self.name) if isinstance(content, str) else super().text_and_set(content)
 
 
 class JsonlSource(NamedFiles, defaults="data/jsonl"):
@@ -418,32 +400,19 @@ def _end_of_passage(text: str, start: int) -> int:
     return cut.end() if cut else end
 
 
-def parse_line(line: bytes | bytearray) -> Any:
-    """Return the JSON value of a line. Raises Unreadable."""
-    try:
-        return orjson.loads(line)
-    except ValueError:  # json accepts more (a byte order mark, NaN, half characters), and names the reason
-        pass
-    try:
-        return json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        raise Unreadable(NOT_UTF8) from None
-    except (ValueError, RecursionError):
-        raise Unreadable(NOT_JSON) from None
-
-
 def _of_record(record: Any, source: NamedFiles | HubSource) -> tuple[Any, str]:
     if source.is_chat and isinstance(record, list):  # as nanochat writes a conversation
-        if any(isinstance(each, dict) and {source.text_field, "completion"} & each.keys() for each in record[:1]):
+        if record and isinstance(record[0], dict) and {source.text_field, "completion"} & record[0].keys():
             raise Unreadable(ARRAY)
         return record, source.name
-    text = record.get(source.text_field) if isinstance(record, dict) else None
+    fields = record if isinstance(record, dict) else {}
+    text = fields.get(source.text_field)
     if source.is_chat and (text is None or source.text_field == "completion"):
-        text = _messages(record) if isinstance(record, dict) else None
+        text = _messages(fields)
     if text is None:
-        keys = [repr(key[:40]) for key in record if key != source.text_field] if isinstance(record, dict) else []
+        keys = [repr(key[:40]) for key in fields if key != source.text_field]
         raise Unreadable(NO_TEXT, about=f" with {some_of(keys)}" if keys else "")
-    meta = record.get("meta")
+    meta = fields.get("meta")
     name = meta.get("pile_set_name") if isinstance(meta, dict) else None
     if not (isinstance(name, str) and name and name.isprintable()):  # it is printed to terminals
         name = source.name
@@ -457,17 +426,3 @@ def _messages(record: dict[str, Any]) -> Any:
         return prompt + completion
     pair = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     return None if completion is None else pair
-
-
-def _text(path: Path, seen: Seen) -> Iterator[str]:
-    """Yield the text of a file in chunks of bounded size. Raises Unreadable with the line that is not UTF-8."""
-    decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
-    try:
-        for content in read_utf8(path, seen):
-            text = decoder.decode(content)
-            yield text
-            line += text.count("\n")
-        yield decoder.decode(b"", final=True)
-    except UnicodeDecodeError as error:
-        reason = BINARY if n_controls(error.object) else NOT_UTF8
-        raise Unreadable(reason, line + error.object.count(b"\n", 0, error.start)) from None

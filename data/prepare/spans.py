@@ -29,7 +29,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from io import BufferedWriter
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
@@ -110,7 +110,7 @@ class Span(Settings):
     set_names: list[str]
     """The names of the sets that its indexes have numbers of."""
     splits: dict[SplitName, Split]
-    """Each has at most one shard."""
+    """Those with documents, each with one shard."""
     skipped: dict[str, tuple[int, str]]
     """Skipped items by reason: their number, and the place of the first."""
 
@@ -241,8 +241,7 @@ def write_group(folder: Path, plan: Plan, group: int, spans: list[Span], items: 
         Unfair: the corpus is small, and its documents are too long for a fair split.
         UserError: a span has too many sets.
     """
-    by_place: Iterator[list[Item]]
-    by_place = (list(same) for _, same in itertools.groupby(items, lambda item: item.position))
+    by_place: Iterator[list[Item]] = (list(same) for _, same in itertools.groupby(items, lambda item: item.position))
     chosen: set[float] | None = None
     if not spans and len(plan.groups()) == 1 and "val_fraction" in plan.prepared:
         start = list(_start(plan, by_place))
@@ -325,11 +324,8 @@ def _write_span(
     skipped: dict[str, tuple[int, str]] = {}
     last: Position | None = None
     tokens = 0
+    shards: dict[SplitName, _Shard] = {}
     with contextlib.ExitStack() as closing:
-        shards: dict[SplitName, _Shard] = {}
-        for split in get_args(SplitName):
-            paths = [directory / f"{split}.bin", directory / f"{split}.idx"]
-            shards[split] = _Shard([closing.enter_context(open(path, "xb")) for path in paths], header)
         for same in items:
             for item in same:
                 last = item.position
@@ -340,8 +336,11 @@ def _write_span(
                 is_val = before + tokens < plan.val_tokens if plan.val_tokens else item.place < below
                 if chosen is not None:
                     is_val = item.place in chosen
-                shard = shards["val" if is_val or last.input in val_inputs else "train"]
-                shard.add(item, inputs[last.input], number_of(item.set_name, set_names))
+                split: SplitName = "val" if is_val or last.input in val_inputs else "train"
+                if split not in shards:
+                    paths = directory / f"{split}.bin", directory / f"{split}.idx"
+                    shards[split] = _Shard([closing.enter_context(open(path, "xb")) for path in paths], header)
+                shards[split].add(item, inputs[last.input], number_of(item.set_name, set_names))
                 tokens += item.ids.size
             if tokens >= most:
                 break
@@ -380,11 +379,7 @@ class _Shard:
         self._write(item.ids.tobytes(), record.tobytes())
 
     def finish(self) -> Split:
-        """Sync the files to the disk, or remove them if they are empty, and return what they hold."""
-        if not self.end:
-            for file in self.files:
-                os.unlink(file.name)
-            return Split(sets={}, shards=[])
+        """Sync the files to the disk, and return what they hold."""
         for file in self.files:
             file.flush()
             os.fsync(file.fileno())

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import PrivateAttr
 
 from data.prepare.items import FOUR_BYTES, NOT_IDS, Seen, Unreadable
 from data.prepare.sources import JSON_LINES, NamedFiles
@@ -38,7 +37,7 @@ class TokenSource(NamedFiles, defaults="data/tokens"):
     name: Literal["tokens"]
     dtype: Literal["uint16", "uint32", "int32", "int64"] | None
     """Type of the ids in .bin files without a header. null: uint16, and files that look like another are refused."""
-    _eot_id: int = PrivateAttr(-1)
+    _eot_id: int = -1
 
     def ended_by(self, eot_id: int) -> "TokenSource":
         """Return the source with documents that end with this id."""
@@ -52,17 +51,15 @@ class TokenSource(NamedFiles, defaults="data/tokens"):
             yield from super().read(path, seen)
         elif path.suffix.lower() == ".npy":
             array = _numpy_array(path)
-            for row in np.asarray(array) if array.ndim == 2 else [array]:
+            for row in np.atleast_2d(array):
                 yield from self._documents(row, seen)
         else:
             yield from self._documents(_shard(path, self.dtype), seen)
 
     def text_and_set(self, content: Any) -> tuple[Any, str]:
         """Return ids, or parse a line."""
-        if isinstance(content, np.ndarray):
-            return content, self.name
         ids, set_name = super().text_and_set(content)
-        if not isinstance(ids, list):
+        if not isinstance(ids, list | np.ndarray):
             raise Unreadable(NOT_IDS)
         return ids, set_name
 
@@ -74,8 +71,7 @@ class TokenSource(NamedFiles, defaults="data/tokens"):
             ends = np.flatnonzero(block == self._eot_id) + 1
             if start + block.size == ids.size or not ends.size:
                 ends = np.union1d(ends, [block.size])
-            for begin, end in zip([0, *ends.tolist()], ends.tolist(), strict=False):
-                yield block[begin:end]
+            yield from np.split(block[: ends[-1]], ends[:-1])
             start += int(ends[-1])
             seen(int(ends[-1]) * ids.itemsize)
 
@@ -88,7 +84,7 @@ def _numpy_array(path: Path) -> np.ndarray:
         raise Unreadable("damaged .npy file, or not of numbers") from None
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
         raise Unreadable("not an array of integers of one or two dimensions")
-    return array
+    return np.asarray(array)  # iterating over a memmap is slow
 
 
 def _shard(path: Path, dtype: str | None) -> np.ndarray:
@@ -111,7 +107,7 @@ def _shard(path: Path, dtype: str | None) -> np.ndarray:
         return np.empty(0, kind)  # nothing can be mapped
     ids = np.memmap(path, kind, "r", start)
     if not start and dtype is None and ids.size >= _FEW:
-        low, *high = (part.mean() for part in np.split(ids[: min(2**16, ids.size // 4 * 4)].reshape(-1, 4) <= 3, 4, 1))
-        if low < 0.5 and high[0] > 0.9 and high[2] > 0.9:
+        small = (ids[: min(2**16, ids.size // 4 * 4)].reshape(-1, 4) <= 3).mean(axis=0)
+        if small[0] < 0.5 and small[1] > 0.9 and small[3] > 0.9:
             raise Unreadable(FOUR_BYTES)
     return ids
