@@ -8,7 +8,7 @@ import pytest
 
 import data.chat
 from common.settings import UserError
-from data.chat import MARKERS, ChatTokenizer, parse_messages
+from data.chat import MARKERS, ChatTokenizer, parse_message
 from data.loader import IGNORED, EvalBatches, TrainBatches
 from data.tokenizer import (
     BytesConfig,
@@ -70,37 +70,39 @@ def test_what_cannot_have_markers(inner, tmp_path):
             load_tokenizer(tmp_path / "tokenizer.json")
 
 
-def message(role, content, **more):
+def message(content, role="user", **more):
     return {"role": role, "content": content, **more}
 
 
+NO_ROLE = "a message whose role is not system, user or assistant"
+OF_TOOLS = "a message to or from a tool"
+NO_TEXT = "a message whose content is not text"
+
+
 @pytest.mark.parametrize(
-    ("messages", "expected"),
+    ("given", "expected"),
     [
-        ([message("user", "a"), message("assistant", "b")], [("user", "a"), ("assistant", "b")]),
-        ([message("developer", "a"), message("user", "")], [("system", "a"), ("user", "")]),
-        ([message("user", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])], [("user", "ab")]),
-        ("hello", "messages is not a list"),
-        (["hello"], "a message whose role is not system, user or assistant"),
-        ([message(["user"], "a")], "a message whose role is not system, user or assistant"),
-        ([message("critic", "a")], "a message whose role is not system, user or assistant"),
-        ([message("tool", "a")], "a message to or from a tool"),
-        ([message("assistant", None, tool_calls=[{}])], "a message to or from a tool"),
-        ([message("assistant", None, function_call={"name": "f"})], "a message to or from a tool"),
-        ([message("user", None)], "a message whose content is not text"),
-        ([message("user", [{"type": "image_url"}])], "a message whose content is not text"),
-        ([message("user", [{"type": "text", "text": 3}])], "a message whose content is not text"),
-        ([message("user", "a"), message("assistant", " \n")], "an empty answer"),
-        ([message("user", "\ud800")], "lone surrogate"),
+        (message("b", "assistant"), ("assistant", "b")),
+        (message("", "developer"), ("system", "")),
+        (message([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), ("user", "ab")),
+        ("hello", NO_ROLE),
+        (message("a", ["user"]), NO_ROLE),
+        (message("a", "critic"), NO_ROLE),
+        (message("a", "tool"), OF_TOOLS),
+        (message(None, "assistant", tool_calls=[{}]), OF_TOOLS),
+        (message(None, "assistant", function_call={"name": "f"}), OF_TOOLS),
+        (message(None), NO_TEXT),
+        (message([{"type": "image_url"}]), NO_TEXT),
+        (message([{"type": "text", "text": 3}]), NO_TEXT),
+        (message("\ud800"), "surrogates not allowed"),
     ],
 )
-def test_messages(messages, expected):
-    if isinstance(expected, list):
-        assert parse_messages(messages) == expected
+def test_a_message(given, expected):
+    if isinstance(expected, tuple):
+        assert parse_message(given) == expected
     else:
-        with pytest.raises(UserError) as refused:
-            parse_messages(messages)
-        assert str(refused.value) == expected
+        with pytest.raises((UserError, UnicodeEncodeError), match=expected):
+            parse_message(given)
 
 
 EOT, SYSTEM, USER, ASSISTANT, END = 9, 10, 11, 12, 13  # of 14 ids; 0 to 8 are text

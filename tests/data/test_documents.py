@@ -1,5 +1,4 @@
 import itertools
-import json
 import tracemalloc
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 from common.settings import UserError
 from data.documents import documents_in, read_index, sets_between
 from data.prepare.dataset import prepare
-from data.shards import HEADER, RECORD, TokenStream, read_manifest
+from data.shards import HEADER, RECORD, read_manifest
 
 DOCUMENTS = [[1, 2, 999], [3, 999], [4, 5, 6, 7, 8, 9, 999], [999], [10, 999], [11, 12, 999]]
 
@@ -105,20 +104,3 @@ def test_a_long_split_takes_little_memory(make_stream, tmp_path):
     assert read_index(tmp_path, manifest, manifest.splits["train"].shards[0]).size == 2e5
     assert tracemalloc.get_traced_memory()[1] < 10_000_000
     tracemalloc.stop()
-
-
-def test_documents_are_those_of_the_input(config, corpus):
-    prepare(config(shard_tokens=700))
-    out_dir = config().out_dir
-    manifest = read_manifest(out_dir)
-    lines = corpus.read_text().splitlines()
-    numbers = []
-    for split in ("train", "val"):
-        stream = TokenStream(out_dir, manifest, split)
-        for place in read_all(out_dir, manifest, split):
-            ids = stream.read(place.start, place.stop)
-            text = bytes(ids[:-1].astype(np.uint8)).decode()
-            assert f'"text": {json.dumps(text)}' in lines[place.number - 1]
-            assert place.input == str(corpus)
-            numbers.append(place.number)
-    assert sorted(numbers) == list(range(1, 201)), "every document of the input is in one split"

@@ -20,7 +20,8 @@ GOOD = [{"messages": talk(i)} for i in range(30)]
 BAD = {
     "a conversation without an answer": [{"messages": talk(1)[:1]}, {"messages": []}],
     "a message whose content is not text": [{"completion": "b"}],
-    "an empty answer": [{"prompt": "a", "completion": ""}],
+    "an empty answer": [{"prompt": "a", "completion": " \n"}],
+    "lone surrogate": [{"prompt": "\ud800", "completion": "b"}],
     "messages is not a list": [{"messages": "hello"}],
     "missing text": [{"text": "hello"}, 3],
 }

@@ -20,7 +20,7 @@ import data.prepare.encode
 from common.settings import UserError
 from data.prepare.encode import Encoded, Skipped, encode_all
 from data.prepare.items import Position
-from data.prepare.sources import FileSource, JsonlSource, TextSource
+from data.prepare.sources import FileSource, JsonlSource
 from data.tokenizer import BytesConfig, GPT2Config, build_tokenizer, save_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -145,15 +145,6 @@ def test_files_before_the_position_are_not_opened(tmp_path, encode, monkeypatch)
     assert [text_of(item) for item in items] == [f"1 {j}" for j in range(4, 10)] + [f"2 {j}" for j in range(10)]
     assert opened == paths[1:]
     assert sum(seen) == sum(path.stat().st_size for path in paths), "the first counts as read"
-
-
-def test_passages_of_text_files_have_numbers(tmp_path, encode):
-    path = tmp_path / "book.txt"
-    path.write_text("".join(f"Paragraph {i}. {'word ' * 50}\n\n" for i in range(500)))
-    items = items_of(encode(TextSource(name="text", path=str(path))))
-    assert [item.position.number for item in items] == list(range(1, len(items) + 1))
-    assert "".join(map(text_of, items)) == path.read_text()
-    assert items_of(encode(TextSource(name="text", path=str(path)), after=Position(str(path), 3))) == items[3:]
 
 
 def test_workers_give_what_one_process_gives(tmp_path, mixed_files, encode, monkeypatch):

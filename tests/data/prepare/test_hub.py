@@ -74,12 +74,6 @@ def test_what_the_library_saves_is_read(tmp_path, path, first):
             texts(source(tmp_path / path, split="none"))
 
 
-@pytest.mark.parametrize("number", [0, 1, 3, 7, 11, 12])
-def test_it_goes_on_after_a_position(folder, number):
-    after = Position(str(folder), number)
-    assert texts(source(folder), after) == [f"text {i}" for i in range(number, 12)]
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -18,22 +18,9 @@ import pytest
 import zstandard
 
 from common.settings import UserError, decode, variant_names
-from data.prepare.archives import read_lines
+from data.prepare.archives import parse_line, read_lines
 from data.prepare.items import ARRAY, LONG_WINDOW, REMEDIES, Document, Position, Unreadable
-from data.prepare.sources import HubSource, JsonlSource, StdlibSource, TextSource, parse_line, passages
-
-
-@pytest.fixture
-def example(tmp_path):
-    """Settings of every source, on files that exist."""
-    (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "a.jsonl").write_text('{"text": "text"}\n')
-    return {
-        "stdlib": {},
-        "text": {"path": str(tmp_path / "a.txt")},
-        "jsonl": {"path": str(tmp_path / "a.jsonl")},
-        "hf": {"path": "json", "data_files": str(tmp_path / "a.jsonl")},
-    }
+from data.prepare.sources import HubSource, JsonlSource, StdlibSource, TextSource, passages
 
 
 def jsonl(path, **settings):
@@ -56,20 +43,6 @@ def parsed(source, after=None):
 
 
 COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
-
-
-@pytest.mark.parametrize("source_class", [StdlibSource, TextSource, JsonlSource, HubSource])
-def test_contract(source_class, example):
-    name, *_ = variant_names(source_class)
-    source = decode(source_class, {"name": name, **example[name]})
-    first, again = ([raw.position for raw in source.documents()] for _ in range(2))
-    assert first == again, "the order is fixed"
-    assert 0 < source.usual_val_fraction < 1
-    documents = [item for item in parsed(source) if isinstance(item, Document)]
-    assert documents
-    for document in documents:
-        assert document.text.encode().decode() == document.text != ""
-        assert document.set_name
 
 
 def test_stdlib_has_no_tests_and_no_installed_packages():
