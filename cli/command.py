@@ -122,8 +122,7 @@ def _run(config_name: str, run: Command, texts: dict[str, str], debug: bool) -> 
         if re.match(r"-(?!cd$|help$)[a-z]\w", word):  # argparse reads -max_steps as -m
             refuse_misplaced(word, config_name, False, "")
     flags, options = _parser().parse_known_args()
-    keys = (option.partition("=")[0] for option in options)
-    overrides = [f"{key}=null" if key in texts else option for key, option in zip(keys, options, strict=True)]
+    overrides = [f"{key}=null" if (key := option.partition("=")[0]) in texts else option for option in options]
     if flags.help:
         return print(help_of(config_name))
     for i, option in enumerate(overrides):
@@ -131,19 +130,17 @@ def _run(config_name: str, run: Command, texts: dict[str, str], debug: bool) -> 
         refuse_misplaced(option, config_name, flags.multirun, " ".join([*options[:i][-1:], *words]))
     if flags.multirun:
         return run_sweep(config_name, overrides, flags.config_dir, run, debug)
-    if flags.cfg == "run_dir":  # for scripts that look into the folder
-        return print(_composed(config_name, overrides, flags.config_dir, complete=False)["run_dir"])
-    if flags.cfg:
-        composed = _with_texts(_composed(config_name, overrides, flags.config_dir, complete=False), texts)
-        shown = yaml.safe_dump(composed, sort_keys=False, allow_unicode=True)
-        return print(with_comments(shown, composed, config_name), end="")
-    run(_composed(config_name, overrides, flags.config_dir))
-
-
-def _composed(config_name: str, options: list[str], config_dir: str | None, complete: bool = True) -> dict[str, Any]:
     if config_name in ("train", "plan"):
-        return compose_training(options, config_dir, complete, config_name)
-    return to_dict(compose(config_name, options, config_dir), complete)
+        config = compose_training(overrides, flags.config_dir, not flags.cfg, config_name)
+    else:
+        config = to_dict(compose(config_name, overrides, flags.config_dir), complete=not flags.cfg)
+    if flags.cfg == "run_dir":  # for scripts that look into the folder
+        return print(config["run_dir"])
+    if flags.cfg:
+        config = _with_texts(config, texts)
+        shown = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+        return print(with_comments(shown, config, config_name), end="")
+    run(config)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from textwrap import fill
 from typing import Any
 
-from cli.options import DEFAULTS, explained, groups_of, with_keys
+from cli.options import DEFAULTS, explained, groups_of, value_at, with_keys
 from common.settings import CONFIGS
 
 
@@ -36,9 +36,7 @@ def comments_of(composed: dict[str, Any], config_name: str) -> dict[str, str]:
     """Return the comments of configs/ on the dotted keys of a composed configuration."""
     comments = explained(CONFIGS / f"{config_name}.yaml")
     for group, names in groups_of(config_name).items():
-        chosen: Any = composed
-        for part in (*group.split("/"), "name"):
-            chosen = chosen.get(part) if isinstance(chosen, dict) else None
+        chosen = value_at(composed, *group.split("/"), "name")
         for name in sorted(names, key=lambda name: name != chosen):
             for key, comment in explained(CONFIGS / group / f"{name}.yaml").items():
                 if comment:
@@ -50,6 +48,6 @@ def with_comments(text: str, composed: dict[str, Any], config_name: str) -> str:
     """Add the comments of configs/ to a composed configuration's YAML."""
     lines, comments = [], comments_of(composed, config_name)
     for line, dotted in with_keys(text):
-        meaning = comments.get(dotted or "")
+        meaning = comments.get(dotted)
         lines.append(f"{line:<35} # {meaning}" if meaning else line)
     return "\n".join(lines)

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from common.removed import FILES, removed_key
 from common.settings import CONFIGS, UserError, nearest
@@ -64,6 +65,13 @@ def groups_of(config_name: str) -> dict[str, list[str]]:
     folders = sorted({path.parent for path in CONFIGS.glob("*/**/*.yaml")})
     groups = {str(path.relative_to(CONFIGS)): sorted(file.stem for file in path.glob("*.yaml")) for path in folders}
     return {group: names for group, names in groups.items() if (group in _OF_DATA) == (config_name == "prepare")}
+
+
+def value_at(tree: Any, *keys: str) -> Any:
+    """Return what nested dicts have at these keys; None where they have nothing."""
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
 
 
 def takes_one_name(key: str) -> bool:
@@ -163,13 +171,13 @@ def explained(path: Path) -> dict[str, str]:
     return comments
 
 
-def with_keys(text: str) -> Iterator[tuple[str, str | None]]:
-    """Yield the lines of a YAML file, each with the dotted key that it starts, or None."""
+def with_keys(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a YAML file, each with the dotted key that it starts, or ""."""
     above: list[str] = []
     for line in text.split("\n"):
         if found := re.match(r"((?:  )*)(\w+):", line):
             above = [*above[: len(found[1]) // 2], found[2]]
-        yield line, ".".join(above) if found else None
+        yield line, ".".join(above) if found else ""
 
 
 def bare_keys(option: str) -> str:

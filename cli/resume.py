@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from cli.compose import compose, keys_and_values, to_dict
+from cli.options import groups_of, value_at
 from common.files import read_json
-from common.settings import CONFIGS, UserError, values_of
+from common.settings import UserError, values_of
 
 _OF_ONE_COMMAND = {"resume", "stop_at"}
-_VARIANTS = ("model/attention", "model/block", "model/position", "optim", "schedule")
-_TRACKERS = ("wandb", "tensorboard")
 
 
 def compose_training(options: list[str], config_dir: str | None, complete: bool, config_name: str) -> dict[str, Any]:
@@ -34,10 +33,11 @@ def compose_training(options: list[str], config_dir: str | None, complete: bool,
         return with_known(composed, options, continues=trains)
     variants = [
         f"{group}={name}"
-        for group in _VARIANTS
-        if (name := _variant(own, group)) and not any(f"{group}/".startswith(f"{key}/") for key in given)
+        for group, names in groups_of("train").items()
+        if (name := value_at(own, *group.split("/"), "name")) in names
+        and not any(f"{group}/".startswith(f"{key}/") for key in given)
     ]
-    trackers = [name for name in _TRACKERS if isinstance(own.get("tracker"), dict) and own["tracker"].get(name)]
+    trackers = [name for name in groups_of("train")["tracker"] if value_at(own, "tracker", name)]
     variants += [f"tracker=[{','.join(trackers)}]"] if trackers and "tracker" not in given else []
     composed = to_dict(compose(config_name, ["dataset_dir=null", *variants, *options], config_dir), complete)
     return with_known(_over(composed, own, {key.replace("/", ".") for key in given} | _OF_ONE_COMMAND), options)
@@ -49,19 +49,18 @@ def with_known(composed: dict[str, Any], options: list[str], continues: bool = T
     `continues`: the run in run_dir, if it holds one, is continued: its own settings come first.
     """
     given = [key.replace("/", ".") for key in keys_and_values(options)]
-    model, own_model = composed["model"], {}
-    if continues:
-        own_model = _read(Path(str(composed["run_dir"]), "config.json"), "config", "model")
-    usual = {values_of("model", path.stem).get("n_vocab") for path in (CONFIGS / "model").glob("*.yaml")}
+    model = composed["model"]
+    own_model = _read(Path(str(composed["run_dir"]), "config.json"), "config", "model") if continues else {}
+    dataset = _read(Path(str(composed["dataset_dir"]), "manifest.json"), "tokenizer")
+    usual = {values_of("model", name).get("n_vocab") for name in groups_of("train")["model"]}
     takes_model = composed["init_from"] is not None and "model" not in given
     if takes_model and (found := own_model or _model_of(Path(str(composed["init_from"])))):
         model = _with_given(found, model, [key.removeprefix("model.") for key in given if key.startswith("model.")])
         if "model.n_vocab" not in given:  # the dataset's tokenizer may have markers that the model's lacks
-            dataset = _read(Path(str(composed["dataset_dir"]), "manifest.json"), "tokenizer")
             known_ids = [each for each in (model.get("n_vocab"), dataset.get("n_vocab")) if isinstance(each, int)]
             model = model | {"n_vocab": max(known_ids, default=None)}
     elif isinstance(model, dict) and "model.n_vocab" not in given and model.get("n_vocab") in usual:  # else the user's
-        known = own_model or _read(Path(str(composed["dataset_dir"]), "manifest.json"), "tokenizer") or model
+        known = own_model or dataset or model
         model = model | {"n_vocab": known.get("n_vocab", model["n_vocab"])}
     return composed | {"model": model}
 
@@ -90,12 +89,10 @@ def _model_of(path: Path) -> dict[str, Any]:
 def _read(file: Path, *keys: str) -> dict[str, Any]:
     """Return a section of a JSON file; {} if it cannot be read, of which the command itself speaks."""
     try:
-        section = read_json(file)
-        for key in keys:
-            section = section[key]
-        return dict(section)
-    except (UserError, KeyError, TypeError, ValueError):
+        section = value_at(read_json(file), *keys)
+    except UserError:
         return {}
+    return section if isinstance(section, dict) else {}
 
 
 def _settings_of(run_dir: Path) -> dict[str, Any]:
@@ -104,13 +101,6 @@ def _settings_of(run_dir: Path) -> dict[str, Any]:
     if own and "dataset_dir" in known and not Path(str(own.get("dataset_dir"))).exists():  # started in another folder
         own["dataset_dir"] = known["dataset_dir"]
     return own  # {} of no run, or of a damaged record, of which training warns
-
-
-def _variant(own: Any, group: str) -> str | None:
-    """Return the name of the file in a group that the run's settings are of."""
-    for key in (*group.split("/"), "name"):
-        own = own.get(key) if isinstance(own, dict) else None
-    return own if own in [path.stem for path in (CONFIGS / group).glob("*.yaml")] else None
 
 
 def _over(composed: dict[str, Any], own: dict[str, Any], given: set[str], prefix: str = "") -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import hydra
 import yaml
@@ -46,19 +46,6 @@ class AlreadyReportedError(Exception):
     """A job of a sweep failed and has printed why."""
 
 
-class _Options(NamedTuple):
-    """The options of a sweep."""
-
-    fixed: list[str]
-    """Those that all jobs have."""
-    values: list[list[str]]
-    """For each key with several values, KEY=VALUE for each."""
-    swept: dict[str, str]
-    """By key, the option that has several values or a range."""
-    for_hydra: list[str]
-    """Those for Hydra itself."""
-
-
 def run_sweep(config_name: str, options: list[str], config_dir: str | None, run: Command, debug: bool) -> None:
     """Run a command once for every combination of values that Hydra's sweeper asks for.
 
@@ -71,7 +58,7 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
         folder = Path(os.path.expanduser(first_job.get("run_dir", f"multirun/{config_name}")))
         if folder == Path():
             raise UserError("run_dir is empty, or this folder: give one for the sweep, such as run_dir=runs/sweep")
-        chosen = _settings_of_hydra(config_name, str(folder), list(swept), for_hydra)
+        chosen = _settings_of_hydra(config_name, str(folder), list(swept), for_hydra).hydra
         configuration = partial(_configuration, config_name, fixed, config_dir)
         tries_all = chosen.runtime.choices["hydra/sweeper"] == "basic"
         for varied in itertools.product(*values) if tries_all else _each_once(values):
@@ -119,23 +106,26 @@ def _failed(folder: Path) -> str:
     return f": {', '.join(names)}" if names else ""
 
 
-def _by_kind(options: list[str]) -> _Options:
-    sorted_out = _Options([], [], {}, [])
+def _by_kind(options: list[str]) -> tuple[list[str], list[list[str]], dict[str, str], list[str]]:
+    """Return the options that all jobs have; for each key with several values, KEY=VALUE for each; by key, the options
+    with several values or a range; and those for Hydra itself."""
+    fixed, values, swept, for_hydra = [], [], {}, []
     parsed = OverridesParser.create().parse_overrides(read_options(options, in_sweep=True))
     for key, option in {option.get_key_element(): option for option in parsed}.items():
         if option.is_hydra_override():
-            sorted_out.for_hydra.append(str(option.input_line))
+            for_hydra.append(str(option.input_line))
         elif option.is_sweep_override():
-            sorted_out.swept[key] = str(option.input_line)
+            swept[key] = str(option.input_line)
             if option.is_discrete_sweep():
                 is_glob = option.value_type is ValueType.GLOB_CHOICE_SWEEP
-                if not (values := [] if is_glob else list(option.sweep_string_iterator())):
+                each = [] if is_glob else [f"{key}={value}" for value in option.sweep_string_iterator()]
+                if not each:
                     raise UserError(f"{option.input_line} names no value: write {key}=a,b for a run with each")
-                sorted_out.values.append([f"{key}={value}" for value in values])
+                values.append(each)
         else:
             has_value = "=" in str(option.input_line)
-            sorted_out.fixed.append(f"{key}={option.get_value_element_as_str()}" if has_value else key)
-    return sorted_out
+            fixed.append(f"{key}={option.get_value_element_as_str()}" if has_value else key)
+    return fixed, values, swept, for_hydra
 
 
 def _configuration(config_name: str, fixed: list[str], config_dir: str | None, varied: Sequence[str]) -> dict[str, Any]:
@@ -184,7 +174,7 @@ def _each_once(values: Sequence[Sequence[str]]) -> Iterator[tuple[str, ...]]:
 def _settings_of_hydra(config_name: str, folder: str, keys: list[str], options: list[str]) -> DictConfig:
     """Give Hydra the configuration of a sweep, with an empty entry for every key with values.
 
-    Returns Hydra's own settings, with the options for them.
+    Returns it, with Hydra's own settings and the options for them.
     """
     logging = [{f"override hydra/{name}": "disabled"} for name in ("job_logging", "hydra_logging")]
     settings = {"sweep": {"dir": folder, "subdir": "."}, "output_subdir": None, "job": {"name": config_name}}
@@ -194,8 +184,7 @@ def _settings_of_hydra(config_name: str, folder: str, keys: list[str], options: 
     ConfigStore.instance().store("sweep", config)
     GlobalHydra.instance().clear()
     with hydra.initialize(version_base="1.3", config_path=None):
-        composed: DictConfig = hydra.compose("sweep", options, return_hydra_config=True).hydra
-        return composed
+        return hydra.compose("sweep", options, return_hydra_config=True)
 
 
 def _settings_of_plugins(chosen: DictConfig, has_values: bool) -> list[str]:

@@ -59,7 +59,7 @@ class PromptCache:
         """`max_bytes`: limit on the total size of the cached tensors, which stay on the model's device."""
         self.max_states, self.max_bytes = max_states, max_bytes
         self.n_bytes = 0
-        self._kept: OrderedDict[bytes, Prefix] = OrderedDict()
+        self._kept = OrderedDict[bytes, Prefix]()
         """By the tokens as int32."""
 
     def __len__(self) -> int:
@@ -109,8 +109,8 @@ class Engine:
         """
         self.gpt, self.n_vocab, self.end_ids = gpt, n_vocab, end_ids
         self.max_streams, self.interleave, self.cache = max_streams, interleave, cache
-        self.waiting: deque[Generation] = deque()
-        self._reading: deque[Generation] = deque()
+        self.waiting = deque[Generation]()
+        self._reading = deque[Generation]()
         self._writing: list[Generation] = []
         self._texts: Prefix | None = None  # one row for each of `_writing`; `_step` overwrites their state
         self._step = DecodingStep(gpt, max_streams)
@@ -135,7 +135,7 @@ class Engine:
     @functools.cached_property
     def _one_token(self) -> Any:
         """The state after one token, on the CPU."""
-        prefix, _ = read(self.gpt, torch.zeros(1, 1, dtype=torch.int64), self.n_vocab)
+        prefix, _ = read(self.gpt, torch.tensor([[0]]), self.n_vocab)
         return tree_map_only(Tensor, Tensor.cpu, prefix.state)
 
     def check(self, request: Request) -> None:
@@ -147,7 +147,7 @@ class Engine:
                 f"new tokens do not fit into the model's {max_len} learned positions: shorten one of them"
             )
         needed = state_bytes(stretched(self.gpt, self._one_token, n_tokens))
-        room = _free_memory(self.gpt.embed.weight.device)
+        room = _free_memory(self.gpt.device)
         if _COPIES * needed > room:
             raise UserError(
                 f"a text of {n_tokens:,} tokens does not fit into memory: its keys and values are {needed:,} bytes, "
@@ -286,4 +286,4 @@ def generate(
         for text in texts:
             if text.error:
                 raise text.error
-        yield torch.tensor([text.drawn[-1] for text in texts], device=gpt.embed.weight.device)
+        yield torch.tensor([text.drawn[-1] for text in texts], device=gpt.device)

@@ -22,17 +22,17 @@ def show_evaluation(result: dict[str, Any], checkpoint: str) -> None:
         + (f", {_number(result['bits_per_byte'])} bits per byte" if result["bytes"] else "")
     )
     if len(result["sets"]) > 1:
-        show_table(_table("set", list(result["sets"].items())))
+        show_table(_table("set", result["sets"]))
     if result["contexts"]:
-        show_table(_table("context", [(f"{row['context']:,}", row) for row in result["contexts"]]))
+        show_table(_table("context", {f"{row['context']:,}": row for row in result["contexts"]}))
 
 
-def _table(first: str, rows: list[tuple[str, dict[str, Any]]]) -> Table:
+def _table(first: str, rows: dict[str, dict[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column(first, overflow="fold", justify="right" if first == "context" else "left")
     for column in ("tokens", "loss", "perplexity", "bits per byte"):
         table.add_column(column, justify="right")
-    for name, row in rows:
+    for name, row in rows.items():
         bits = _number(row["bits_per_byte"]) if row["bytes"] else "no text"
         numbers = _number(row["loss"]), _number(row["perplexity"], 3), bits
         shown = numbers if row["tokens"] else ["no answer"] * 3
@@ -66,11 +66,9 @@ def draw_evaluation(result: dict[str, Any], trained_on: int) -> bytes:
     for label, bins in lines.items():
         known = [row for row in bins if row["loss"] is not None and row["stop"] > first]
         middles = [(row["start"] + row["stop"] + 1) / 2 for row in known]
-        losses = [row["loss"] for row in known]
-        errors = [row["error"] or 0 for row in known]
+        losses, errors = (np.array([row[key] or 0 for row in known]) for key in ("loss", "error"))
         (line,) = axes.plot(middles, losses, marker="o", markersize=3, label=label)
-        low, high = np.subtract(losses, errors), np.add(losses, errors)
-        axes.fill_between(middles, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+        axes.fill_between(middles, losses - errors, losses + errors, color=line.get_color(), alpha=0.2, linewidth=0)
     if means := [row for row in result["contexts"] if row["loss"] is not None]:
         x, y, error = ([row[key] or 0 for row in means] for key in ("context", "loss", "error"))
         axes.errorbar(x, y, error, fmt="s--", color="black", label="mean over a context")

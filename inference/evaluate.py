@@ -1,10 +1,9 @@
 """eval.py: the loss of a checkpoint on held-out text, in total, by sets, by position, and at long contexts."""
 
 import math
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -49,8 +48,7 @@ class EvaluateConfig(ModelConfig, defaults="eval"):
     """Windows that go through the model at once."""
 
 
-@dataclass(frozen=True)
-class Evaluation:
+class Evaluation(NamedTuple):
     """A model and the text to evaluate it on, checked."""
 
     config: EvaluateConfig
@@ -103,7 +101,8 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
     contexts = config.contexts
     if contexts is None:
         contexts = [context for context in _CONTEXTS if context <= longest]
-    for key, length in (("contexts", max(contexts, default=0)), ("seq_len", config.seq_len or 0)):
+    lengths = {"contexts": max(contexts, default=0), "seq_len": config.seq_len or 0}
+    for key, length in lengths.items():
         if length > longest:
             raise UserError(f"{key}={length} is longer than the text or the learned positions: use at most {longest}")
     rows = max(1, state.batch_tokens // seq_len)
@@ -122,7 +121,7 @@ def measure(plan: Evaluation, world: World) -> dict[str, Any]:
     by_set = LossSums(len(plan.manifest.set_names), byte_lengths)
     by_position = _PositionSums(windows.seq_len, byte_lengths)
     for first, targets, losses in window_losses(gpt, windows, config.micro_batch, runtime, world, chunk):
-        by_set.add(_sets(plan, windows, first, len(targets)), targets, losses)
+        by_set.add(_sets(plan, first, len(targets)), targets, losses)
         by_position.add(targets, losses)
     sets = by_set.losses(world)
     named = sorted(zip(plan.manifest.set_names, sets, strict=True), key=lambda item: -item[1].tokens)
@@ -151,12 +150,12 @@ def measure(plan: Evaluation, world: World) -> dict[str, Any]:
     }
 
 
-def _sets(plan: Evaluation, windows: EvalBatches, first: int, n_windows: int) -> Tensor:
+def _sets(plan: Evaluation, first: int, n_windows: int) -> Tensor:
     """The index of each target's set, (n_windows, T); 0 where there is no target."""
-    sets = np.zeros((n_windows, windows.seq_len), np.int64)
+    sets = np.zeros((n_windows, plan.windows.seq_len), np.int64)
     if len(plan.manifest.set_names) > 1:
         for row in range(n_windows):
-            begin, stop = windows.span(first + row)
+            begin, stop = plan.windows.span(first + row)
             targets = begin + 1, stop + 1
             sets[row, : stop - begin] = sets_between(plan.dataset_dir, plan.manifest, plan.config.split, *targets)
     return torch.from_numpy(sets)

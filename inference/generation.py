@@ -33,7 +33,7 @@ class TextStream:
         """Whether a stop string has ended the text."""
         self.n_chars = 0
         """Whole characters of all tokens so far, returned or not."""
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._tokenizer, self._stop = tokenizer, stop
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
 
@@ -56,17 +56,9 @@ class TextStream:
         if ends:
             self.stopped, self._held = True, ""
             return text[: min(ends)[1]]
-        held = max((_n_held(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
-
-
-def _n_held(text: str, stop: str) -> int:
-    """Return how many characters at the end of `text`, which does not contain `stop`, could begin `stop`."""
-    for n in reversed(range(1, len(stop))):
-        if text.endswith(stop[:n]):
-            return n
-    return 0
+        beginnings = (stop[:n] for stop in self._stop for n in range(len(stop)))
+        self._held = max(filter(text.endswith, beginnings), key=len, default="")
+        return text.removesuffix(self._held)
 
 
 class Token(NamedTuple):
@@ -100,7 +92,7 @@ Tell = Callable[[Update | Exception], None]
 class Generation:
     """The continuation of a request. The engine calls its methods, and then reads `finished`."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None = None, tell: Tell = lambda update: None) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer | None = None) -> None:
         """`tokenizer`: None: generate only token ids, without end."""
         self.request, self.tokenizer = request, tokenizer
         # A class that has more settings would keep apart texts that are drawn in the same way.
@@ -123,7 +115,8 @@ class Generation:
         """The error that ended the text, if any."""
         self.cancelled = False
         """Set this to make the text leave with the engine's next turn."""
-        self.tell, self._told = tell, time.monotonic()
+        self.tell: Tell = lambda update: None
+        self._told = time.monotonic()
         self._stream = TextStream(tokenizer) if tokenizer else None  # of the prompt; then of the continuation
         self._n_echoed = 0  # characters of the prompt in `text`
         self._later: list[Token] = []  # tokens that begin after `text`

@@ -8,6 +8,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows
+from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from common.console import Track
@@ -52,8 +53,8 @@ class HarnessModel(TemplateLM):
         return self._tokenizer.encode(string)
 
     def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
-    ) -> list[tuple[float, bool]]:
+        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[Score]:
         texts = [self._fitting(context, continuation) for _, context, continuation in requests]
         return score(self.gpt, texts, self.micro_batch, self.runtime)
 
@@ -81,10 +82,7 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The continuation of each context, up to the first of its stop strings."""
-        texts = [
-            Generation(self._request(request.args[0], request.args[1], seed), self._tokenizer)
-            for seed, request in enumerate(requests)
-        ]
+        texts = [Generation(self._request(request, seed), self._tokenizer) for seed, request in enumerate(requests)]
         engine = Engine(self.gpt, self._tokenizer.n_vocab, self.micro_batch, end_ids=self._tokenizer.end_ids)
         engine.submit(sorted(texts, key=lambda text: -len(text.request.ids)))
         with Track("continuations", len(texts)) as track, self.runtime.autocast():
@@ -94,7 +92,8 @@ class HarnessModel(TemplateLM):
                 track.advance(1)
         return [text.text for text in texts]
 
-    def _request(self, context: str, settings: dict[str, Any], seed: int) -> Request:
+    def _request(self, asked: Instance, seed: int) -> Request:
+        context, settings = asked.args
         settings = dict(normalize_gen_kwargs(settings, _MAX_NEW_TOKENS))
         n_new = settings["max_gen_toks"]
         if n_new >= self.max_length:
@@ -108,35 +107,30 @@ class HarnessModel(TemplateLM):
 
 def score(gpt: GPT, texts: Sequence[Text], micro_batch: int, runtime: Runtime) -> list[Score]:
     """The score of each text, in order; `micro_batch` texts of similar length go through the model at once."""
-    scores: list[Score] = [(0.0, True)] * len(texts)
+    scores: dict[int, Score] = {}
     longest_first = sorted(range(len(texts)), key=lambda i: -len(texts[i][0]))
     with Track("scoring", len(texts)) as track, torch.inference_mode(), runtime.autocast():
         for first in range(0, len(texts), micro_batch):
             rows = longest_first[first : first + micro_batch]
-            found = _score_batch(gpt, [texts[row] for row in rows])
-            for row, own in zip(rows, found, strict=True):
-                scores[row] = own
+            scores |= zip(rows, _score_batch(gpt, [texts[row] for row in rows]), strict=True)
             track.advance(len(rows))
-    return scores
+    return [scores[row] for row in range(len(texts))]
 
 
 def _score_batch(gpt: GPT, texts: Sequence[Text]) -> list[Score]:
-    device, n_logits = gpt.embed.weight.device, gpt.config.n_vocab_padded
-    sums = torch.zeros(len(texts), 2, dtype=torch.float64, device=device)  # log-likelihood; not greedy
+    sums = torch.zeros(len(texts), 2, dtype=torch.float64, device=gpt.device)  # log-likelihood; not greedy
     state: GPTState | None = None
-    tokens = [torch.tensor(ids[: max(1, len(ids) - 1)]) for ids, _ in texts]
+    tokens = [torch.tensor(ids[:-1] or ids) for ids, _ in texts]
     targets = [torch.tensor([IGNORED] * (n - 1) + ids[n:], dtype=torch.int64) for ids, n in texts]
-    tokens_padded = pad_sequence(tokens, True).to(device)  # (B, T)
-    targets_padded = pad_sequence(targets, True, IGNORED).to(device)
-    chunks = (x.split(_CHUNK, dim=1) for x in (tokens_padded, targets_padded))
-    for token_ids, wanted in zip(*chunks, strict=True):
+    token_chunks = pad_sequence(tokens, True).to(gpt.device).split(_CHUNK, dim=1)
+    target_chunks = pad_sequence(targets, True, IGNORED).to(gpt.device).split(_CHUNK, dim=1)
+    for token_ids, wanted in zip(token_chunks, target_chunks, strict=True):  # (B, T)
         x, state = gpt.features(token_ids, state, return_state=True)
-        for places in (wanted >= 0).nonzero().split(max(1, _LOGITS // n_logits)):
+        for places in (wanted >= 0).nonzero().split(max(1, _LOGITS // gpt.config.n_vocab_padded)):
             rows, positions = places.unbind(1)
             target = wanted[rows, positions]
-            logits = gpt.logits(x[rows, positions])
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # (N, V)
-            log_p = logits.log_softmax(-1).gather(1, target.unsqueeze(1)).squeeze(1)
+            logits = gpt.logits(x[rows, positions])  # (N, V)
+            nats = cross_entropy(logits, target, reduction="none")  # autocast computes it in float32
             missed = logits.argmax(-1) != target
-            sums.index_add_(0, rows, torch.stack([log_p.double(), missed.double()], dim=1))
+            sums.index_add_(0, rows, torch.stack([-nats.double(), missed], dim=1))
     return [(log_p, misses == 0) for log_p, misses in sums.tolist()]

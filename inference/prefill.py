@@ -84,14 +84,15 @@ def read(
         end_ids: the tokens that end texts; -1: the last, n_vocab - 1.
         step: called instead of the model; its next call may overwrite the returned state.
     """
-    token_ids = token_ids.to(gpt.embed.weight.device)
+    token_ids = token_ids.to(gpt.device)
     logits, state = (step or gpt)(token_ids, before and before.state, return_state=True)
     logits = logits[..., :n_vocab]
-    seen = before.seen.clone() if before else torch.zeros_like(logits[:, -1], dtype=torch.bool)
+    last = logits[:, -1].clone()  # a view would keep the logits of all tokens
+    seen = before.seen.clone() if before else torch.zeros_like(last, dtype=torch.bool)
     seen.scatter_(1, token_ids, True)
     for end_id in end_ids:
         seen[:, end_id] = False
-    return Prefix(logits[:, -1].clone(), seen, state), logits  # a view would keep the logits of all tokens
+    return Prefix(last, seen, state), logits
 
 
 def chunk_of(gpt: GPT) -> int:
@@ -100,7 +101,7 @@ def chunk_of(gpt: GPT) -> int:
     This bounds memory, and the time that other texts wait in the server. All prompts are cut at its multiples, so
     stopping at a multiple and continuing later does not change the bits.
     """
-    return CHUNK if gpt.embed.weight.device.type == "cpu" else _OF_GPUS
+    return CHUNK if gpt.device.type == "cpu" else _OF_GPUS
 
 
 def prefill(gpt: GPT, tokenizer: Tokenizer, request: Request, n: int | None = None) -> Request:

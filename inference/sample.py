@@ -227,7 +227,7 @@ def read_prompts(config: SampleConfig) -> list[str]:
     text = text.removeprefix("\ufeff")  # the byte order mark
     if not config.prompts_file:
         return [re.sub(r"\r?\n\Z", "", text) if path or config.prompt == "-" else text]  # how a file or `echo` ends
-    if not (prompts := [line for line in text.replace("\r\n", "\n").split("\n") if line]):
+    if not (prompts := [line for line in re.split(r"\r?\n", text) if line]):
         raise UserError(f"prompts_file={path} has no prompts: write one per line")
     return prompts
 

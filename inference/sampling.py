@@ -99,7 +99,8 @@ def weigh(logits: Tensor, seen: Tensor, sampling: SamplingConfig) -> tuple[Tenso
         found, weights = _nucleus(logits, weights, sampling.top_p)
         ids = ids.gather(-1, found)
     if sampling.min_p is not None:  # Nguyen et al. 2024, section 3
-        least = (sampling.min_p * weights.amax(-1, keepdim=True).double()).ceil().long()
+        likeliest = weights.amax(-1, keepdim=True).double()
+        least = (sampling.min_p * likeliest).ceil().long()
         weights = weights.where(weights >= least, 0)
     return ids, weights
 
@@ -111,7 +112,8 @@ def _nucleus(logits: Tensor, weights: Tensor, top_p: float) -> tuple[Tensor, Ten
     least = ((1 - top_p) / weights.shape[-1] * total).long()
     n_large = (weights >= least).sum(-1)
     indices, logits = _largest(logits, max(1, int(n_large.max())))
-    indices = indices.gather(-1, logits.sort(dim=-1, descending=True, stable=True).indices)
+    order = logits.sort(dim=-1, descending=True, stable=True).indices
+    indices = indices.gather(-1, order)
     weights = weights.gather(-1, indices)
     before = weights.cumsum(-1) - weights  # the weight of all more likely tokens
     return indices, weights.where(before < top_p * total, 0)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from common.console import say
-from common.files import file_size, refuse_foreign, write_atomic
+from common.files import refuse_foreign, write_atomic
 from common.settings import UserError
 from inference.load import Loaded
 from inference.prefill import Prefix, Request, read
@@ -31,7 +31,6 @@ _REST = "rest"
 
 def check_place(path: Path) -> None:
     """Raise UserError if a state cannot be written there. A state may be overwritten, and no other file."""
-    file_size(path)
     refuse_foreign(_FORMAT.encode(), path)
     if not path.parent.is_dir():
         raise UserError(f"state_out={path} cannot be written: there is no folder {path.parent}")
@@ -68,7 +67,8 @@ def load_state(path: Path, loaded: Loaded) -> Request:
         if (found := metadata.get(key, "none")) != expected:
             other = f"another {key} ({found[:12]}, not {expected[:12]}): use the same, or read the text again"
             raise UserError(f"state_in={path} was written with {other}")
-    if not (re.fullmatch(r"\d{1,14}", tokens := metadata.get("tokens", ""))):
+    tokens = metadata.get("tokens", "")
+    if not re.fullmatch(r"\d{1,14}", tokens):
         raise UserError(f"state_in={path} is damaged: tokens={tokens[:80]!r} in its header is not a count")
     n_read, eot = int(tokens), torch.tensor([[loaded.tokenizer.eot_id]])
     like = read(loaded.gpt, eot, loaded.tokenizer.n_vocab)[0] if n_read else None
@@ -77,8 +77,8 @@ def load_state(path: Path, loaded: Loaded) -> Request:
         raise UserError(f"state_in={path} is damaged: its sha256 is not the one in its header")
     _check_values(path, stored, n_read, loaded)
     rest = tuple(stored.pop(_REST).tolist())
-    device = loaded.gpt.embed.weight.device  # copied, as the file may change
-    before: Prefix | None = tree_map_only(Tensor, lambda x: x.to(device, copy=True), restored(like, stored))
+    device = loaded.gpt.device  # copied, as the file may change
+    before = tree_map_only(Tensor, lambda x: x.to(device, copy=True), restored(like, stored))
     return Request(rest, before=before, n_before=n_read)
 
 
@@ -101,7 +101,8 @@ def _expected(like: Prefix | None, shapes: Mapping[str, list[int]]) -> Expected:
     """Shapes and types of a state's tensors. A cache may have any number of columns, and `rest` any length."""
     rest = torch.Size(shapes.get(_REST, [])[:1] or [0])
     expected = {_REST: (rest, {torch.int64})}
-    for name, value in (tensors := tensors_of(like)).items():
+    tensors = tensors_of(like)
+    for name, value in tensors.items():
         shape, owner = list(value.shape), name.rpartition(".")[0]
         if len(shape) > 2 and f"{owner}.lengths" in tensors:  # of a cache
             shape[2:3] = shapes.get(f"{owner}.k", [])[2:3]

@@ -79,7 +79,7 @@ def check(
 
 def _loss_and_gradients(gpt: GPT, summed_loss: Callable[..., Tensor], ids: Tensor, dtype: str) -> Outputs:
     """The mean loss of the tokens, as in a training step."""
-    ids = ids.to(gpt.embed.weight.device)
+    ids = ids.to(gpt.device)
     with torch.autocast(ids.device.type, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext():
         loss = summed_loss(ids[:, :-1], ids[:, 1:])
     loss = loss / ids[:, 1:].numel()

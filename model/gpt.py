@@ -370,6 +370,11 @@ class GPT(nn.Module):
             block.attention.copy_weights()
 
     @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.embed.weight.device
+
+    @property
     def output_weight(self) -> Tensor:
         """(n_vocab_padded, n_embd)."""
         return self.embed.weight if self.config.tied else self.output.weight
@@ -442,7 +447,7 @@ class GPT(nn.Module):
 
     def initial_state(self, B: int) -> GPTState:
         """The state of B texts before their first tokens, for models with `constant_state`; None means the same."""
-        device = self.embed.weight.device
+        device = self.device
         layers = tuple(block.initial_state(B, device) for block in self.blocks)
         ngrams = self.ngrams.initial_state(B, device) if self.config.ngrams else None
         return GPTState(self.position.initial_state(B, device), layers, ngrams)

@@ -85,7 +85,8 @@ def create_app(served: Served) -> FastAPI:
 
 def response(error: ApiError) -> Response:
     """An error as a whole response."""
-    return JSONResponse(error.body, error.status, {"Retry-After": "1"} if error.status in (429, 503) else None)
+    headers = {"Retry-After": "1"} if error.status in (429, 503) else None
+    return JSONResponse(error.body, error.status, headers)
 
 
 def guarded(app: ASGIApp, hosts: frozenset[str] | None) -> ASGIApp:

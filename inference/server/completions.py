@@ -5,9 +5,8 @@ import contextlib
 import json
 import re
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
@@ -31,8 +30,7 @@ Updates = AsyncIterator[tuple[int, Update]]
 """What is new in the generations of a request, each with its generation's index."""
 
 
-@dataclass(frozen=True)
-class Served:
+class Served(NamedTuple):
     """A served model."""
 
     name: str
@@ -190,6 +188,5 @@ def _event(value: dict[str, Any]) -> str:
 def check_model(name: str, served: Served) -> None:
     """Raise ApiError if the request asks for another model."""
     if name != served.name:
-        raise ApiError(
-            404, f"the model {name!r} does not exist: {nearest(name, [served.name])}", "model_not_found", "model"
-        )
+        what = f"the model {name!r} does not exist: {nearest(name, [served.name])}"
+        raise ApiError(404, what, "model_not_found", "model")

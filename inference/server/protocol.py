@@ -157,7 +157,7 @@ KEYS = {*CompletionRequest.model_fields, *ChatRequest.model_fields, *_NOT_OFFERE
 
 
 def _are_ids(prompt: Any) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and all(type(token_id) is int for token_id in prompt)
+    return isinstance(prompt, list) and prompt != [] and all(type(token_id) is int for token_id in prompt)
 
 
 def requests_of(

@@ -3,7 +3,6 @@
 import time
 import uuid
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from data.tokenizer import END_OF_TEXT, Tokenizer
@@ -29,7 +28,7 @@ class ApiError(Exception):
 class CompletionResponse:
     """The response to one request for completions, as one object or in chunks of a stream."""
 
-    _object, _prefix = "text_completion", "cmpl"
+    _object, _object_of_chunk, _prefix = "text_completion", "text_completion", "cmpl"
 
     def __init__(self, model: str, generations: Sequence[Generation], tokenizer: Tokenizer, n: int) -> None:
         """`generations`: n for each prompt."""
@@ -49,14 +48,14 @@ class CompletionResponse:
 
     def usage(self) -> dict[str, Any]:
         """The token counts alone, when all generations have ended."""
-        return self._head | {"choices": [], "usage": self._usage()}
+        return self._head | {"object": self._object_of_chunk, "choices": [], "usage": self._usage()}
 
     def _usage(self) -> dict[str, Any]:
         """Return the token counts. A prompt counts once for any n, without the <|endoftext|> put before it."""
-        firsts = [(generation, generation.request) for generation in self.generations[:: self._n]]
-        prompt = sum(len(request.ids) - request.prompt_start for _, request in firsts)
-        cached = sum(max(generation.n_cached - request.prompt_start, 0) for generation, request in firsts)
-        drawn = sum(len(generation.drawn) for generation in self.generations)
+        firsts = self.generations[:: self._n]
+        prompt = sum(len(one.request.ids) - one.request.prompt_start for one in firsts)
+        cached = sum(max(one.n_cached - one.request.prompt_start, 0) for one in firsts)
+        drawn = sum(len(one.drawn) for one in self.generations)
         counts = {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
         return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
 
@@ -70,21 +69,30 @@ class CompletionResponse:
         return {"text": text}
 
     def _logprobs(self, tokens: Sequence[Token], n_top: int) -> dict[str, list[Any]]:
-        names = partial(token_text, tokenizer=self._tokenizer)
         return {
-            "tokens": [names(token.id) for token in tokens],
+            "tokens": [self._name(token.id) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [
-                {names(token_id): logprob for token_id, logprob in token.top.items()} or None for token in tokens
+                {self._name(token_id): logprob for token_id, logprob in token.top.items()} or None for token in tokens
             ],
             "text_offset": [token.offset for token in tokens],
         }
+
+    def _name(self, token_id: int) -> str:
+        """A token as text; incomplete characters are written as OpenAI does, bytes:\\xe6\\x97."""
+        if token_id == self._tokenizer.eot_id:
+            return END_OF_TEXT
+        raw = self._tokenizer.tokens[token_id]
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 class ChatResponse(CompletionResponse):
     """The response to one request for the answer of a chat."""
 
-    _object, _prefix = "chat.completion", "chatcmpl"
+    _object, _object_of_chunk, _prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def chunk(self, index: int, update: Update) -> dict[str, Any]:
         """The new part of a choice; only its first chunk has the role."""
@@ -93,11 +101,7 @@ class ChatResponse(CompletionResponse):
         if index in self._begun:
             del delta["role"]
         self._begun.add(index)
-        return self._head | {"object": "chat.completion.chunk", "choices": [choice | {"delta": delta}]}
-
-    def usage(self) -> dict[str, Any]:
-        """The token counts alone, when all generations have ended."""
-        return super().usage() | {"object": "chat.completion.chunk"}
+        return self._head | {"object": self._object_of_chunk, "choices": [choice | {"delta": delta}]}
 
     def _content(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text}}
@@ -105,21 +109,10 @@ class ChatResponse(CompletionResponse):
     def _logprobs(self, tokens: Sequence[Token], n_top: int) -> dict[str, list[Any]]:
         def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
             raw = self._tokenizer.tokens[token_id]
-            return {"token": token_text(token_id, self._tokenizer), "logprob": logprob, "bytes": [*raw]}
+            return {"token": self._name(token_id), "logprob": logprob, "bytes": [*raw]}
 
         content = []
         for token in tokens:
             likely = list(token.top.items())[:n_top]  # in order; a token that is none of them comes after these
             content.append(entry(token.id, token.logprob) | {"top_logprobs": [entry(*pair) for pair in likely]})
         return {"content": content}
-
-
-def token_text(token_id: int, tokenizer: Tokenizer) -> str:
-    """A token as text; incomplete characters are written as OpenAI does, bytes:\\xe6\\x97."""
-    if token_id == tokenizer.eot_id:
-        return END_OF_TEXT
-    raw = tokenizer.tokens[token_id]
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

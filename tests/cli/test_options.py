@@ -339,12 +339,6 @@ def test_a_warm_up_that_does_not_fit_is_a_tenth_of_the_run_and_said(schedule):
     assert short.schedule.warmup(200) == 200
 
 
-def test_a_short_run_says_that_its_warm_up_is_scaled(command, tiny_args):
-    result = command("train", *tiny_args, "schedule.warmup_steps=7", "max_steps=2")
-    assert result.status == 0
-    assert "2 steps of AdamW; the learning rate rises to 0.01 in 1 step (7 would not fit), then falls" in result.out
-
-
 # ----- what is shown and offered
 
 

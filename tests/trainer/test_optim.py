@@ -223,7 +223,7 @@ def test_muon_updates_the_flagship_in_few_launches(monkeypatch, size):
     monkeypatch.setattr(World, "gather", lambda self, value: [value] * self.size)
     with torch.device("meta"):
         gpt = GPT(config.model)
-    optimizer = config.optim.build(gpt, World(gpt.embed.weight.device, 0, size), torch.bfloat16)
+    optimizer = config.optim.build(gpt, World(gpt.device, 0, size), torch.bfloat16)
     for layer in block_matrices(gpt):
         layer.weight.grad = torch.empty_like(layer.weight)
     with Launches() as launches:

@@ -211,7 +211,7 @@ class Faulty(torch.nn.Module):
     def __init__(self, gpt, token_id, fail):
         super().__init__()
         self.gpt, self.token_id, self.fail = gpt, token_id, fail
-        self.embed = gpt.embed
+        self.embed, self.device = gpt.embed, gpt.device
 
     def forward(self, ids, *args, **kwargs):
         logits, state = self.gpt(ids, *args, **kwargs)

@@ -6,7 +6,6 @@ import json
 import shlex
 import signal
 import socket
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, takewhile
@@ -127,7 +126,8 @@ def test_a_prompt_for_which_there_is_no_memory_is_refused(monkeypatch, make_gpt)
 def test_the_progress_of_a_long_prompt_is_a_comment_of_the_stream(monkeypatch, make_gpt):
     monkeypatch.setattr("inference.generation._SECONDS_BETWEEN_REPORTS", -1.0)
     news, ids = [], (256, *b"x" * 5000)
-    text = Generation(Request(ids, 1, seed=1, prompt_start=1), BYTES, news.append)
+    text = Generation(Request(ids, 1, seed=1, prompt_start=1), BYTES)
+    text.tell = news.append
     engine = Engine(make_gpt(endless=True), 257, 1, interleave=True)
     engine.submit([text])
     while not text.finished:
@@ -521,10 +521,3 @@ def test_what_cannot_be_served_is_one_line(command, served, run_dir):
         ([f"checkpoint={run_dir / 'none'}", "runtime.device=cpu"], "does not exist"),
     ]:
         assert_one_line(command("scripts/serve", *options), reason)
-
-
-def test_missing_packages_are_named(command, monkeypatch):
-    monkeypatch.setitem(sys.modules, "uvicorn", None)  # an import of it fails
-    monkeypatch.delitem(sys.modules, "inference.server.serve", raising=False)
-    result = command("scripts/serve", "checkpoint=x")
-    assert result.err == "error: uvicorn is not installed: pip install -e '.[serve]'\n"
