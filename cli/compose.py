@@ -33,8 +33,7 @@ def compose(config_name: str, overrides: list[str], config_dir: str | None = Non
     if config_dir:
         folder = Path(os.path.expanduser(config_dir)).resolve()
         if not folder.is_dir():
-            wanted = "give one that has files for groups, as configs/ does"
-            raise UserError(f"--config-dir {config_dir} is not a folder: {wanted}")
+            raise UserError(f"--config-dir {config_dir} is not a folder: give one with files of groups, like configs/")
         options.append(f"hydra.searchpath=[{in_hydras_grammar(f'file://{folder}')}]")
     GlobalHydra.instance().clear()
     try:

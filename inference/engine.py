@@ -286,4 +286,5 @@ def generate(
         for text in texts:
             if text.error:
                 raise text.error
-        yield torch.tensor([text.drawn[-1] for text in texts], device=gpt.device)
+        drawn = [text.drawn[-1] for text in texts]
+        yield torch.tensor(drawn, device=gpt.device)

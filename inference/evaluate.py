@@ -177,7 +177,7 @@ class _PositionSums:
         bins = torch.bucketize(torch.arange(length), torch.tensor(self._edges), right=True) - 1
         self._bins = bins.to(byte_lengths.device)
         """The bin of each position, int64 (length,)."""
-        self._means = torch.zeros(len(self._edges), 3, dtype=torch.float64, device=byte_lengths.device)
+        self._means = byte_lengths.new_zeros(len(self._edges), 3, dtype=torch.float64)
         """Of each bin, and of all of them: windows, and the sums of their mean losses and of the squares of these."""
 
     def add(self, targets: Tensor, losses: Tensor) -> None:

@@ -132,5 +132,6 @@ def _score_batch(gpt: GPT, texts: Sequence[Text]) -> list[Score]:
             logits = gpt.logits(x[rows, positions])  # (N, V)
             nats = cross_entropy(logits, target, reduction="none")  # autocast computes it in float32
             missed = logits.argmax(-1) != target
-            sums.index_add_(0, rows, torch.stack([-nats.double(), missed], dim=1))
+            scored = torch.stack([-nats.double(), missed], dim=1)
+            sums.index_add_(0, rows, scored)
     return [(log_p, misses == 0) for log_p, misses in sums.tolist()]

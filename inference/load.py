@@ -44,7 +44,8 @@ class Loaded(NamedTuple):
                 products; otherwise the weights get the runtime's dtype.
         """
         say_once(f"running on {self.runtime}")
-        return self.gpt.to(device, self.runtime.param_dtype if autocast else self.runtime.dtype).eval()
+        dtype = self.runtime.param_dtype if autocast else self.runtime.dtype
+        return self.gpt.to(device, dtype).eval()
 
     def about(self, config: ModelConfig) -> dict[str, Any]:
         """The description of the model in a stored result."""

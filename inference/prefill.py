@@ -104,17 +104,17 @@ def chunk_of(gpt: GPT) -> int:
     return CHUNK if gpt.device.type == "cpu" else _OF_GPUS
 
 
-def prefill(gpt: GPT, tokenizer: Tokenizer, request: Request, n: int | None = None) -> Request:
-    """Read n tokens of a request's prompt (None: whole chunks), and return the request that is left.
+def prefill(gpt: GPT, tokenizer: Tokenizer, request: Request, to_end: bool = False) -> Request:
+    """Read the whole chunks of a request's prompt, or all of it with `to_end`, and return the request that is left.
 
     The progress of a long prompt is shown.
     """
     size = chunk_of(gpt)
-    n = len(request.ids) // size * size if n is None else n
+    n = len(request.ids) if to_end else len(request.ids) // size * size
     before, track = request.before, Track("reading: tokens", n) if n >= _LONG else None
     with track or contextlib.nullcontext():
         for start in range(0, n, size):
-            chunk = torch.tensor([request.ids[start : min(start + size, n)]])
+            chunk = torch.tensor([request.ids[start : start + size]])
             before, _ = read(gpt, chunk, tokenizer.n_vocab, before, tokenizer.end_ids)
             if track:
                 track.advance(chunk.shape[1])

@@ -269,7 +269,7 @@ class Conversation:
             text = "\n" * bool(self.text) + f"> {text}\n"
         request = replace(self.request, ids=(*self.request.ids, *new))
         self._engine.check(request)
-        self.request = prefill(self._gpt, self._tokenizer, request, len(request.ids))
+        self.request = prefill(self._gpt, self._tokenizer, request, to_end=True)
         self.text, self.ended = self.text + text, False
 
     def answer(self, max_new_tokens: int) -> Iterator[str]:

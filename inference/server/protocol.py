@@ -160,9 +160,7 @@ def _are_ids(prompt: Any) -> bool:
     return isinstance(prompt, list) and prompt != [] and all(type(token_id) is int for token_id in prompt)
 
 
-def requests_of(
-    request: CompletionRequest, tokenizer: Tokenizer, limits: ServeConfig, key: str = "prompt"
-) -> list[Request]:
+def requests_of(request: CompletionRequest, tokenizer: Tokenizer, limits: ServeConfig, key: str) -> list[Request]:
     """What the engine is asked for: n texts for the first prompt, n for the second, ...
 
     `key`: what the prompts were given as.

@@ -114,5 +114,6 @@ class ChatResponse(CompletionResponse):
         content = []
         for token in tokens:
             likely = list(token.top.items())[:n_top]  # in order; a token that is none of them comes after these
-            content.append(entry(token.id, token.logprob) | {"top_logprobs": [entry(*pair) for pair in likely]})
+            top = [entry(*pair) for pair in likely]
+            content.append(entry(token.id, token.logprob) | {"top_logprobs": top})
         return {"content": content}
