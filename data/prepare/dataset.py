@@ -182,9 +182,8 @@ def _read(
         skipped = [item for item in items if isinstance(item, Skipped)]
         if skipped and config.on_error == "stop":
             first = skipped[0]
-            what = f"{first.where}: {first.reason}"
             remedy = REMEDIES.get(first.reason, "correct it")
-            raise UserError(f"{what}: {remedy}; or skip such items with on_error=skip")
+            raise UserError(f"{first.where}: {first.reason}: {remedy}; or skip such items with on_error=skip")
         if may_end and any(isinstance(item, Encoded) and item.was_ended for item in items):
             may_end = False
             what = f"id {plan.tokenizer.eot_id} ends documents: it is the default tokenizer.eot_id"

@@ -111,7 +111,7 @@ def _below(folder: str, parts: list[str], left_out: dict[str, str], seen: set[tu
             yield from _below(path, rest, left_out, seen)
 
 
-def some_of(items: list[str], most: int = 4) -> str:
+def some_of(items: list[str]) -> str:
     """Return the first of some items for a message, and how many others there are."""
-    others = len(items) - most
-    return ", ".join([*items[:most], *[f"and {others} more"] * (others > 0)])
+    others = len(items) - 4
+    return ", ".join([*items[:4], *[f"and {others} more"] * (others > 0)])

@@ -49,7 +49,9 @@ class Source(Settings):
         if self.is_chat:
             return Document(_conversation(text), set_name)
         if isinstance(text, list):
-            text = _ids(text)
+            if not all(type(value) is int and -(2**63) <= value < 2**63 for value in text):
+                raise Unreadable(NOT_IDS)
+            text = np.array(text, np.int64)
         if not isinstance(text, str | np.ndarray):
             raise Unreadable("text is not a string")
         if not len(text):
@@ -117,13 +119,6 @@ class FileSource(Source):
             if number:  # the file is readable: a failing disk must not cost the rest of it
                 raise UserError(f"{path} can't be read after line {number} ({error.strerror}): try again") from None
             yield Raw(Position(name, 1), Unreadable("unreadable file"), 0)
-
-
-def _ids(values: list[Any]) -> np.ndarray:
-    """Return a list of ids as an array (N,), int64. Raises Unreadable."""
-    if not all(type(value) is int and -(2**63) <= value < 2**63 for value in values):
-        raise Unreadable(NOT_IDS)
-    return np.array(values, np.int64)
 
 
 def _conversation(messages: Any) -> list[tuple[str, str]]:
