@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from itertools import takewhile
 from pkgutil import resolve_name
-from typing import Any, NoReturn, get_type_hints
+from typing import NoReturn, get_type_hints
 
 import yaml
 from pydantic import create_model
@@ -22,7 +22,7 @@ from cli.sweep import Command, run_sweep
 from common import exits
 from common.console import guard_output, print_error
 from common.interrupts import allow_cleanup
-from common.settings import Settings, UserError, decode, line_for
+from common.settings import JsonDict, Settings, UserError, decode, line_for
 
 EXTRAS = {"fastapi": "serve", "uvicorn": "serve", "lm_eval": "lm-eval", "transformers": "hf"} | {
     name: name for name in ("tensorboard", "tokenizers", "triton")
@@ -56,7 +56,7 @@ def command(
     debug = "--debug" in sys.argv
     texts = dict(word.split("=", 1) for word in sys.argv[1:] if word.startswith(tuple(f"{key}=" for key in text_keys)))
 
-    def work(config: dict[str, Any], only_check: bool = False) -> float | None:
+    def work(config: JsonDict, only_check: bool = False) -> float | None:
         function: Command = resolve_name(run)
         try:
             decoded = decode(resolve_name(settings) if settings else _arguments(function), _with_texts(config, texts))
@@ -76,7 +76,7 @@ def command(
         exits.leave(status)
 
 
-def _with_texts(config: dict[str, Any], texts: dict[str, str]) -> dict[str, Any]:
+def _with_texts(config: JsonDict, texts: dict[str, str]) -> JsonDict:
     """Return the configuration with texts by dotted keys."""
     for key, text in texts.items():
         section, _, last = key.rpartition(".")
@@ -87,7 +87,7 @@ def _with_texts(config: dict[str, Any], texts: dict[str, str]) -> dict[str, Any]
 def _arguments(function: Command) -> type[Settings]:
     """Return a class whose fields are a function's arguments."""
     types = get_type_hints(function, include_extras=True)
-    fields: dict[str, Any] = {name: (kind, ...) for name, kind in types.items() if name != "return"}
+    fields: JsonDict = {name: (kind, ...) for name, kind in types.items() if name != "return"}
     return create_model("Arguments", __base__=Settings, **fields)
 
 

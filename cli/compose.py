@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, errors
 
 from cli.options import as_text, bare_keys, groups_of, is_text, meant, takes_one_name
-from common.settings import CONFIGS, UserError, nearest
+from common.settings import CONFIGS, JsonDict, UserError, nearest
 from common.words import in_hydras_grammar
 
 OmegaConf.clear_resolver("oc.env")  # a downloaded experiment could send the environment elsewhere; shells have $HOME
@@ -84,20 +84,20 @@ def read_options(options: list[str], in_sweep: bool = False) -> list[str]:
     return read
 
 
-def keys_and_values(options: list[str]) -> dict[str, Any]:
+def keys_and_values(options: list[str]) -> JsonDict:
     """Return the options' values by key, in the form that Hydra's grammar gives them; "~" if one deletes a key."""
     parsed = OverridesParser.create().parse_overrides(read_options(options))
     return {"~" if each.is_delete() else each.key_or_group: each.value() for each in parsed}
 
 
-def to_dict(composed: DictConfig, complete: bool = True) -> dict[str, Any]:
+def to_dict(composed: DictConfig, complete: bool = True) -> JsonDict:
     """Return a composed configuration as plain data. If it need not be complete, "???" stands for required values.
 
     Raises:
         UserError: a required value is missing, or a value refers to something that does not exist.
     """
     try:
-        plain: dict[str, Any] = OmegaConf.to_container(composed, resolve=True, throw_on_missing=complete)  # type: ignore
+        plain: JsonDict = OmegaConf.to_container(composed, resolve=True, throw_on_missing=complete)  # type: ignore
     except errors.MissingMandatoryValue as error:
         key = error.full_key
         raise UserError(f"config key '{key}' is missing: give it a value, as in {key}=...") from None

@@ -3,10 +3,9 @@
 import re
 from collections.abc import Iterator
 from textwrap import fill
-from typing import Any
 
 from cli.options import DEFAULTS, explained, groups_of, value_at, with_keys
-from common.settings import CONFIGS
+from common.settings import CONFIGS, JsonDict
 
 
 def help_of(config_name: str) -> str:
@@ -32,7 +31,7 @@ def _groups(config_name: str) -> Iterator[str]:
         yield fill(f"{group}: {', '.join(names)}{listed}", 120, subsequent_indent="  ", break_on_hyphens=False)
 
 
-def comments_of(composed: dict[str, Any], config_name: str) -> dict[str, str]:
+def comments_of(composed: JsonDict, config_name: str) -> dict[str, str]:
     """Return the comments of configs/ on the dotted keys of a composed configuration."""
     comments = explained(CONFIGS / f"{config_name}.yaml")
     for group, names in groups_of(config_name).items():
@@ -44,7 +43,7 @@ def comments_of(composed: dict[str, Any], config_name: str) -> dict[str, str]:
     return comments
 
 
-def with_comments(text: str, composed: dict[str, Any], config_name: str) -> str:
+def with_comments(text: str, composed: JsonDict, config_name: str) -> str:
     """Add the comments of configs/ to a composed configuration's YAML."""
     lines, comments = [], comments_of(composed, config_name)
     for line, dotted in with_keys(text):

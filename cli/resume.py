@@ -2,17 +2,16 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 from cli.compose import compose, keys_and_values, to_dict
 from cli.options import groups_of, value_at
 from common.files import read_json
-from common.settings import UserError, values_of
+from common.settings import JsonDict, UserError, values_of
 
 _OF_ONE_COMMAND = {"resume", "stop_at"}
 
 
-def compose_training(options: list[str], config_dir: str | None, complete: bool, config_name: str) -> dict[str, Any]:
+def compose_training(options: list[str], config_dir: str | None, complete: bool, config_name: str) -> JsonDict:
     """Compose train.yaml or plan.yaml with these options, over the settings of the run in run_dir, if it holds one.
 
     With an `experiment`, which is complete, or if a key is deleted (~KEY), the run's own settings are not used. Hydra
@@ -43,7 +42,7 @@ def compose_training(options: list[str], config_dir: str | None, complete: bool,
     return with_known(_over(composed, own, {key.replace("/", ".") for key in given} | _OF_ONE_COMMAND), options)
 
 
-def with_known(composed: dict[str, Any], options: list[str], continues: bool = True) -> dict[str, Any]:
+def with_known(composed: JsonDict, options: list[str], continues: bool = True) -> JsonDict:
     """Return a composed run with the model of init_from, or the n_vocab of its dataset, unless options give them.
 
     `continues`: the run in run_dir, if it holds one, is continued: its own settings come first.
@@ -65,7 +64,7 @@ def with_known(composed: dict[str, Any], options: list[str], continues: bool = T
     return composed | {"model": model}
 
 
-def _with_given(known: dict[str, Any], composed: dict[str, Any], given: list[str]) -> dict[str, Any]:
+def _with_given(known: JsonDict, composed: JsonDict, given: list[str]) -> JsonDict:
     """Return known settings with what was composed at the given keys: ["n_layer", "attention.conv"]."""
     for key in given:
         first, _, rest = key.partition(".")
@@ -76,7 +75,7 @@ def _with_given(known: dict[str, Any], composed: dict[str, Any], given: list[str
     return known
 
 
-def _model_of(path: Path) -> dict[str, Any]:
+def _model_of(path: Path) -> JsonDict:
     """Return the settings of the model of a run's newest checkpoint, or of a checkpoint; {} if there is none."""
     if path.name in ("latest", "best") and path.is_file():
         path = path.with_name(path.read_text(errors="replace").strip())
@@ -86,7 +85,7 @@ def _model_of(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _read(file: Path, *keys: str) -> dict[str, Any]:
+def _read(file: Path, *keys: str) -> JsonDict:
     """Return a section of a JSON file; {} if it cannot be read, of which the command itself speaks."""
     try:
         section = value_at(read_json(file), *keys)
@@ -95,7 +94,7 @@ def _read(file: Path, *keys: str) -> dict[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
-def _settings_of(run_dir: Path) -> dict[str, Any]:
+def _settings_of(run_dir: Path) -> JsonDict:
     own = _read(run_dir / "config.json", "config")
     known = _read(run_dir / "config.json", "environment")
     if own and "dataset_dir" in known and not Path(str(own.get("dataset_dir"))).exists():  # started in another folder
@@ -103,7 +102,7 @@ def _settings_of(run_dir: Path) -> dict[str, Any]:
     return own  # {} of no run, or of a damaged record, of which training warns
 
 
-def _over(composed: dict[str, Any], own: dict[str, Any], given: set[str], prefix: str = "") -> dict[str, Any]:
+def _over(composed: JsonDict, own: JsonDict, given: set[str], prefix: str = "") -> JsonDict:
     """Return what was composed, with the run's own values of all keys that were not given."""
     merged = dict(composed)
     for key, value in composed.items():

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import hydra
 import yaml
@@ -31,7 +30,7 @@ from cli.resume import with_known
 from cli.workers import among_others, let_workers_save, visible_gpus
 from common.console import print_error, say, warn
 from common.files import name_of, refuse_foreign
-from common.settings import UserError, line_for
+from common.settings import JsonDict, UserError, line_for
 
 Command = Callable[..., float | None]
 """What a command does with a configuration; training returns the lowest validation loss. With only_check=True, it only
@@ -128,7 +127,7 @@ def _by_kind(options: list[str]) -> tuple[list[str], list[list[str]], dict[str, 
     return fixed, values, swept, for_hydra
 
 
-def _configuration(config_name: str, fixed: list[str], config_dir: str | None, varied: Sequence[str]) -> dict[str, Any]:
+def _configuration(config_name: str, fixed: list[str], config_dir: str | None, varied: Sequence[str]) -> JsonDict:
     config = to_dict(compose(config_name, [*fixed, *varied], config_dir))
     if "run_dir" in config:
         own = sorted(option for option in varied if not option.startswith("run_dir="))
@@ -136,7 +135,7 @@ def _configuration(config_name: str, fixed: list[str], config_dir: str | None, v
     return with_known(config, [*fixed, *varied]) if config_name == "train" else config
 
 
-def _run_job(run: Command, configuration: Callable[[Sequence[str]], dict[str, Any]], debug: bool) -> float | None:
+def _run_job(run: Command, configuration: Callable[[Sequence[str]], JsonDict], debug: bool) -> float | None:
     """Run one job of a sweep. One that fails in a search is a result, too: the worst value."""
     now, run_dir = HydraConfig.get(), None
     searches = now.runtime.choices["hydra/sweeper"] == "optuna"

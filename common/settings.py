@@ -17,6 +17,9 @@ from common.removed import removed_key, without_removed
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
+JsonDict = dict[str, Any]
+"""A JSON object, or a composed configuration."""
+
 
 class UserError(ValueError):
     """A mistake that the user can fix. Commands print one line: what was given, what is allowed, what to do.
@@ -112,26 +115,26 @@ class Settings(BaseModel):
         return Path(home_expanded(str(value))) if isinstance(value, Path) else value
 
     @classmethod
-    def default_values(cls) -> dict[str, Any]:
+    def default_values(cls) -> JsonDict:
         """Return the values in the class's files, by field."""
         values = {key: value for file in cls._files for key, value in _defaults(file).items()}
         return {key: value for key, value in values.items() if key in cls.model_fields}
 
 
 @functools.cache
-def _defaults(name: str) -> dict[str, Any]:
+def _defaults(name: str) -> JsonDict:
     """Return the values in a file of configs/, or in a section of it, without those that a user must give."""
     file, _, section = name.partition(":")
     values = yaml.safe_load((CONFIGS / f"{file}.yaml").read_text(encoding="utf-8"))
     return {key: value for key, value in (values[section] if section else values).items() if value != "???"}
 
 
-def values_of(group: str, name: str) -> dict[str, Any]:
+def values_of(group: str, name: str) -> JsonDict:
     """Return the values of a file in a group of configs/, and of those that it is based on; {} if there is no file."""
     if not (name.isidentifier() and (CONFIGS / group / f"{name}.yaml").exists()):
         return {}
     values = dict(_defaults(f"{group}/{name}"))
-    found: dict[str, Any] = {}
+    found: JsonDict = {}
     for base in values.pop("defaults", []):
         if str(base).isidentifier() and base != "_self_":
             found |= values_of(group, base)
@@ -174,7 +177,7 @@ def _alike(last: str, names: list[str]) -> list[str]:
     return [by_last[each] for each in difflib.get_close_matches(last, by_last, n=1)]
 
 
-def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+def differences(before: JsonDict, now: JsonDict) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ, by dotted key: {"model.n_layer": (12, 24)}. A missing value is None."""
     old, new = flat(before), flat(now)
     for key in old.keys() - new.keys():
@@ -187,9 +190,9 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[
     return {key: values for key, values in different.items() if key not in filled}
 
 
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: JsonDict, prefix: str = "") -> JsonDict:
     """{"a": {"b": 1}, "c": {}} -> {"a.b": 1, "c": {}}."""
-    found: dict[str, Any] = {}
+    found: JsonDict = {}
     for key, value in tree.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
     return found

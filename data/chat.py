@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from common.settings import UserError
+from common.settings import JsonDict, UserError
 from data.shards import TokenizerId, TokenStream
 from data.tokenizer import Tokenizer
 
@@ -57,7 +57,7 @@ class ChatTokenizer(Tokenizer):
         return hashlib.sha256(json.dumps([self.inner.sha256, *MARKERS]).encode()).hexdigest()
 
     @property
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> JsonDict:
         """The markers, and what is saved of the inner tokenizer."""
         return {"chat": [*MARKERS], "tokenizer": self.inner.saved}
 

@@ -18,13 +18,13 @@ import itertools
 import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from common.files import file_size, read_json, sha256_file
-from common.settings import Settings, UserError, decode
+from common.settings import JsonDict, Settings, UserError, decode
 
 _INDEX_VERSION = 2
 MANIFEST = "manifest.json"
@@ -134,7 +134,7 @@ class Manifest(Strict):
     splits: Annotated[dict[SplitName, Split], Field(min_length=2)]
     skipped: dict[str, Count]
     """How many documents were skipped, by reason."""
-    prepared: dict[str, Any]
+    prepared: JsonDict
     """The settings it was made with."""
 
     @model_validator(mode="after")

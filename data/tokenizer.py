@@ -15,7 +15,7 @@ import tiktoken
 from pydantic import Field, NonNegativeInt, model_validator
 
 from common.files import open_file, read_json, write_atomic
-from common.settings import Settings, UserError, decode
+from common.settings import JsonDict, Settings, UserError, decode
 from data.shards import Strict, TokenizerId
 
 END_OF_TEXT = "<|endoftext|>"
@@ -113,7 +113,7 @@ class Tokenizer(ABC):
 
     @property
     @abstractmethod
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> JsonDict:
         """All that `load_tokenizer` needs, as JSON."""
 
     @abstractmethod
@@ -173,7 +173,7 @@ class RankTokenizer(Tokenizer):
         return hashlib.sha256(b"".join(lines)).hexdigest()
 
     @property
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> JsonDict:
         """The ranks in base64, with their digest."""
         ranks = [base64.b64encode(token).decode() for token in self.ranks]
         return {"format_version": 1, "name": self.name, "sha256": self.sha256, "ranks": ranks}
@@ -202,7 +202,7 @@ class NoTokenizer(Tokenizer):
         self.tokens = [b" %d" % i for i in range(max(config.n_vocab, self.eot_id + 1))]
 
     @property
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> JsonDict:
         """Number of ids and the one that ends documents."""
         return {"name": self.name, "n_vocab": self.n_vocab, "eot_id": self.eot_id}
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 
 from common.console import say
 from common.files import read_json
-from common.settings import UserError
+from common.settings import JsonDict, UserError
 from data.tokenizer import END_OF_TEXT, LARGEST_FILE, Tokenizer, byte_characters, pieces
 
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # the names that tokenizers give the end of a text
@@ -35,7 +35,7 @@ class HFTokenizer(Tokenizer):
 
     name = "hf"
 
-    def __init__(self, raw: dict[str, Any]) -> None:
+    def __init__(self, raw: JsonDict) -> None:
         """`raw`: the content of the file.
 
         Raises:
@@ -67,7 +67,7 @@ class HFTokenizer(Tokenizer):
         return hashlib.sha256(json.dumps(self._raw, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     @property
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> JsonDict:
         """The content of its file."""
         return self._raw
 
@@ -109,7 +109,7 @@ def _backend(raw: Any) -> Backend:
         raise UserError(f"it is not a tokenizer.json of Hugging Face's tokenizers ({error})") from None
 
 
-def _end(raw: dict[str, Any]) -> str | None:
+def _end(raw: JsonDict) -> str | None:
     """Return the name of the end of text among the added tokens."""
     names = {token["content"] for token in raw.get("added_tokens", [])}
     return next((name for name in _ENDS if name in names), None)

@@ -1,7 +1,5 @@
 """The tables that eval.py prints, and eval.png."""
 
-from typing import Any
-
 import numpy as np
 from matplotlib.figure import Figure
 from rich import box
@@ -10,11 +8,12 @@ from rich.text import Text
 
 from common.console import say, show_table
 from common.figures import png
+from common.settings import JsonDict
 
 _FIRST_POSITION = 16  # beside long contexts: the loss of the first tokens is so high that it would flatten the rest
 
 
-def show_evaluation(result: dict[str, Any], checkpoint: str) -> None:
+def show_evaluation(result: JsonDict, checkpoint: str) -> None:
     """Print a line of totals, a table of the sets if there are several, and a table of the contexts."""
     say(
         f"{checkpoint} on {result['dataset_dir']} ({result['split']}, {result['tokens']:,} tokens): "
@@ -27,7 +26,7 @@ def show_evaluation(result: dict[str, Any], checkpoint: str) -> None:
         show_table(_table("context", {f"{row['context']:,}": row for row in result["contexts"]}))
 
 
-def _table(first: str, rows: dict[str, dict[str, Any]]) -> Table:
+def _table(first: str, rows: dict[str, JsonDict]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column(first, overflow="fold", justify="right" if first == "context" else "left")
     for column in ("tokens", "loss", "perplexity", "bits per byte"):
@@ -40,7 +39,7 @@ def _table(first: str, rows: dict[str, dict[str, Any]]) -> Table:
     return table
 
 
-def _loss(result: dict[str, Any]) -> str:
+def _loss(result: JsonDict) -> str:
     of_answers = " on answers" if result["loss_of"] == "answers" else ""
     return f"loss{of_answers} {_number(result['loss'])} nats per token"
 
@@ -49,7 +48,7 @@ def _number(value: float | None, digits: int = 4) -> str:
     return "not finite" if value is None else f"{value:.{digits}f}"
 
 
-def draw_evaluation(result: dict[str, Any], trained_on: int) -> bytes:
+def draw_evaluation(result: JsonDict, trained_on: int) -> bytes:
     """A PNG: the loss and its error at each position, in windows and in contexts, and the mean over each context.
 
     Args:

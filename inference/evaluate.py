@@ -3,14 +3,14 @@
 import math
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from common.settings import UserError
+from common.settings import JsonDict, UserError
 from data.documents import sets_between
 from data.loader import CutWindows, EvalBatches
 from data.shards import Manifest, TokenStream
@@ -112,7 +112,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
     return Evaluation(config, loaded, dataset_dir, manifest, windows, sorted(set(contexts)))
 
 
-def measure(plan: Evaluation, world: World) -> dict[str, Any]:
+def measure(plan: Evaluation, world: World) -> JsonDict:
     """The content of eval.json; every process calls this."""
     config, windows, loaded = plan.config, plan.windows, plan.loaded
     gpt, runtime = loaded.place(world.device, autocast=True), loaded.runtime
@@ -194,7 +194,7 @@ class _PositionSums:
         bins.index_add_(1, self._bins, values)
         return torch.cat([bins, values.sum(1, keepdim=True)], dim=1)
 
-    def by_position(self, world: World) -> tuple[list[dict[str, Any]], Loss, float | None]:
+    def by_position(self, world: World) -> tuple[list[JsonDict], Loss, float | None]:
         """Bins [start, stop) that have targets, with losses and standard errors; then loss and error of all of them."""
         losses, rows = self._sums.losses(world), []
         *errors, error = (_standard_error(*sums) for sums in world.sum(self._means).tolist())
@@ -213,7 +213,7 @@ def _standard_error(n: float, mean: float, square: float) -> float | None:
     return _finite(math.sqrt(variance / n))
 
 
-def figures(loss: Loss) -> dict[str, Any]:
+def figures(loss: Loss) -> JsonDict:
     """A loss as eval.json stores it; None in place of numbers that are not finite."""
     return {
         "tokens": loss.tokens,

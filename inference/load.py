@@ -2,13 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from common.console import say, say_once
 from common.files import name_of
-from common.settings import Settings, UserError
+from common.settings import JsonDict, Settings, UserError
 from data.shards import Manifest, read_manifest
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
@@ -47,7 +47,7 @@ class Loaded(NamedTuple):
         dtype = self.runtime.param_dtype if autocast else self.runtime.dtype
         return self.gpt.to(device, dtype).eval()
 
-    def about(self, config: ModelConfig) -> dict[str, Any]:
+    def about(self, config: ModelConfig) -> JsonDict:
         """The description of the model in a stored result."""
         return {
             "run": self.checkpoint.run_dir.name,
@@ -56,7 +56,7 @@ class Loaded(NamedTuple):
             "average": config.average and self.checkpoint.state.average is not None,
         }
 
-    def write_result(self, result: dict[str, Any], config: ModelConfig, kind: str) -> None:
+    def write_result(self, result: JsonDict, config: ModelConfig, kind: str) -> None:
         """Write a result into the run directory, as KIND.json and into evals/.
 
         The name in evals/ has the checkpoint and every setting that affects the result and differs from its default.

@@ -16,7 +16,7 @@ from pydantic import Field, field_validator, model_validator
 
 from common.console import console, count, say, show
 from common.files import parse_json
-from common.settings import UserError
+from common.settings import JsonDict, UserError
 from data.chat import ChatTokenizer
 from data.tokenizer import Tokenizer
 from inference.engine import Engine, stream
@@ -183,7 +183,7 @@ def _samples(
     return samples
 
 
-def _record(prompt: str, sample: Generation) -> dict[str, Any]:
+def _record(prompt: str, sample: Generation) -> JsonDict:
     return {
         "prompt": prompt,
         "text": sample.text,

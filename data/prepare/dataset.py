@@ -6,12 +6,12 @@ import math
 import os
 from collections.abc import Generator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from common.console import Track, count, say
-from common.settings import Settings, UserError
+from common.settings import JsonDict, Settings, UserError
 from data.chat import ChatTokenizer
 from data.prepare.encode import Encoded, Item, Skipped, encode_all
 from data.prepare.finish import finish
@@ -71,13 +71,13 @@ class PrepareConfig(Settings, defaults="prepare"):
         tokenizer = build_tokenizer(self.tokenizer)
         return ChatTokenizer(tokenizer) if self.data.is_chat else tokenizer
 
-    def recorded(self) -> dict[str, Any]:
+    def recorded(self) -> JsonDict:
         """Return the settings that decide what the dataset holds, and its whole input, as JSON for its manifest."""
         kept = self.model_dump(mode="json", include={"data", "tokenizer", "shard_tokens"})
         inputs = self.data.inputs()
         size = sum(math.inf if n_bytes is None else n_bytes for n_bytes in inputs.values())
         usual = self.data.usual_val_fraction if size >= _LARGE else Source.usual_val_fraction
-        split: dict[str, Any] = {"val_fraction": self.val_fraction or usual}
+        split: JsonDict = {"val_fraction": self.val_fraction or usual}
         if self.val_tokens:
             split = {"val_tokens": self.val_tokens}
         elif self.val_fraction is None and isinstance(self.data, TokenSource) and (found := val_inputs(inputs)):
@@ -119,7 +119,7 @@ def prepare(config: PrepareConfig) -> Manifest | None:
     return manifest
 
 
-def _existing(config: PrepareConfig, prepared: dict[str, Any], folder: Path) -> Manifest:
+def _existing(config: PrepareConfig, prepared: JsonDict, folder: Path) -> Manifest:
     """Return the manifest of the existing dataset; raise UserError if its settings differ from `config`."""
     manifest, file = read_manifest(config.out_dir), getattr(config.tokenizer, "path", None)
     tokenizer = config.open_tokenizer().id if file and file.exists() else manifest.tokenizer  # which has a copy

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from common.console import say
-from common.settings import PathText, Settings, UserError
+from common.settings import JsonDict, PathText, Settings, UserError
 from common.words import source_for
 from data.chat import parse_message
 from data.prepare.archives import COMPRESSED, parse_line, read_lines, read_text
@@ -414,7 +414,7 @@ def _of_record(record: Any, source: NamedFiles | HubSource) -> tuple[Any, str]:
     return text, name
 
 
-def _messages(record: dict[str, Any]) -> Any:
+def _messages(record: JsonDict) -> Any:
     """Return the messages of a prompt and its completion, which are texts or lists of messages; None without one."""
     prompt, completion = record.get("prompt"), record.get("completion")
     if isinstance(prompt, list) and isinstance(completion, list):

@@ -29,13 +29,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from io import BufferedWriter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from common.console import count
 from common.files import make_directory, owned, read_json, sync_directory, write_json
-from common.settings import Settings, UserError, decode, differences
+from common.settings import JsonDict, Settings, UserError, decode, differences
 from data.prepare.encode import Encoded, Item, Skipped
 from data.prepare.files import some_of
 from data.prepare.items import Position
@@ -62,7 +61,7 @@ class Unfair(Exception):
 class Plan(Settings):
     """The settings and inputs of a dataset. All bytes written depend on them alone."""
 
-    prepared: dict[str, Any]
+    prepared: JsonDict
     """The settings that decide what the dataset holds, and its input files with their sizes."""
     tokenizer: TokenizerId
     piece: int | None = None

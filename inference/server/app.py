@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
@@ -10,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from common.settings import Settings, UserError
+from common.settings import JsonDict, Settings, UserError
 from data.chat import ChatTokenizer
 from inference.server.completions import Served, check_model, complete, refused
 from inference.server.protocol import ChatRequest, CompletionRequest
@@ -55,20 +54,20 @@ def create_app(served: Served) -> FastAPI:
         return FileResponse(PAGE / (request.url.path[1:] or "page.html"), headers=_SAFE)
 
     @app.get("/health")
-    async def health() -> dict[str, Any]:
+    async def health() -> JsonDict:
         writing, waiting = served.worker.load
         return {"status": "ok", "writing": writing, "waiting": waiting}
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    async def models() -> JsonDict:
         return {"object": "list", "data": [_model(served)]}
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
+    async def model(name: str) -> JsonDict:
         check_model(name, served)
         return _model(served)
 
-    def extra(kind: type[Settings]) -> dict[str, Any]:
+    def extra(kind: type[Settings]) -> JsonDict:
         schema = {"application/json": {"schema": kind.model_json_schema()}}
         return {"requestBody": {"required": True, "content": schema}}
 
@@ -112,7 +111,7 @@ def _refusal(request: Request, hosts: frozenset[str]) -> ApiError | None:
     return None
 
 
-def _model(served: Served) -> dict[str, Any]:
+def _model(served: Served) -> JsonDict:
     limits = {
         "max_prompt_tokens": served.limits.max_prompt_tokens,
         "max_tokens": served.limits.max_tokens,

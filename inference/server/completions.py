@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 
 from common.console import count, print_error
 from common.files import parse_json
-from common.settings import UserError, decode, nearest
+from common.settings import JsonDict, UserError, decode, nearest
 from data.chat import ChatTokenizer
 from data.tokenizer import Tokenizer
 from inference.generation import Generation, Update
@@ -181,7 +181,7 @@ async def stream(
         pass
 
 
-def _event(value: dict[str, Any]) -> str:
+def _event(value: JsonDict) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False)}\n\n"
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, WithJsonSchema, field_validator, model_validator
 
-from common.settings import Settings, UserError
+from common.settings import JsonDict, Settings, UserError
 from data.chat import ChatTokenizer, parse_message
 from data.tokenizer import Tokenizer
 from inference.load import ModelConfig
@@ -27,7 +27,7 @@ _NOT_OFFERED = {
     "response_format": "leave it out",
 }
 _Message = Annotated[tuple[str, str], BeforeValidator(parse_message)]
-_MESSAGES = TypeAdapter(list[dict[str, Any]]).json_schema()
+_MESSAGES = TypeAdapter(list[JsonDict]).json_schema()
 _PROMPT = TypeAdapter(str | list[str] | list[int] | list[list[int]]).json_schema()  # one prompt is a list of one here
 
 

@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from common.settings import JsonDict
 from data.tokenizer import END_OF_TEXT, Tokenizer
 from inference.generation import Generation, Token, Update
 
@@ -18,7 +19,7 @@ class ApiError(Exception):
         self.status, self.code, self.param = status, code, param
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> JsonDict:
         """The object to send."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = "rate_limit_error" if self.status == 429 else kind
@@ -37,20 +38,20 @@ class CompletionResponse:
         self.generations, self._tokenizer, self._n = generations, tokenizer, n
         self._begun: set[int] = set()  # choices of a chat that have a chunk
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> JsonDict:
         """The response with all choices, once their generations have ended."""
         choices = [self._choice(index, generation) for index, generation in enumerate(self.generations)]
         return self._head | {"choices": choices, "usage": self._usage()}
 
-    def chunk(self, index: int, update: Update) -> dict[str, Any]:
+    def chunk(self, index: int, update: Update) -> JsonDict:
         """The new part of a choice."""
         return self._head | {"choices": [self._choice(index, update)]}
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> JsonDict:
         """The token counts alone, when all generations have ended."""
         return self._head | {"object": self._object_of_chunk, "choices": [], "usage": self._usage()}
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> JsonDict:
         """Return the token counts. A prompt counts once for any n, without the <|endoftext|> put before it."""
         firsts = self.generations[:: self._n]
         prompt = sum(len(one.request.ids) - one.request.prompt_start for one in firsts)
@@ -59,13 +60,13 @@ class CompletionResponse:
         counts = {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
         return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
 
-    def _choice(self, index: int, new: Generation | Update) -> dict[str, Any]:
+    def _choice(self, index: int, new: Generation | Update) -> JsonDict:
         n_top = self.generations[index].request.n_top
         logprobs = None if n_top is None else self._logprobs(new.tokens, n_top)
         reason = "stop" if new.finish_reason == "end_of_text" else new.finish_reason
         return {"index": index, **self._content(new.text), "logprobs": logprobs, "finish_reason": reason}
 
-    def _content(self, text: str) -> dict[str, Any]:
+    def _content(self, text: str) -> JsonDict:
         return {"text": text}
 
     def _logprobs(self, tokens: Sequence[Token], n_top: int) -> dict[str, list[Any]]:
@@ -94,7 +95,7 @@ class ChatResponse(CompletionResponse):
 
     _object, _object_of_chunk, _prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def chunk(self, index: int, update: Update) -> dict[str, Any]:
+    def chunk(self, index: int, update: Update) -> JsonDict:
         """The new part of a choice; only its first chunk has the role."""
         choice = self._choice(index, update)
         delta = choice.pop("message")
@@ -103,11 +104,11 @@ class ChatResponse(CompletionResponse):
         self._begun.add(index)
         return self._head | {"object": self._object_of_chunk, "choices": [choice | {"delta": delta}]}
 
-    def _content(self, text: str) -> dict[str, Any]:
+    def _content(self, text: str) -> JsonDict:
         return {"message": {"role": "assistant", "content": text}}
 
     def _logprobs(self, tokens: Sequence[Token], n_top: int) -> dict[str, list[Any]]:
-        def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
+        def entry(token_id: int, logprob: float | None) -> JsonDict:
             raw = self._tokenizer.tokens[token_id]
             return {"token": self._name(token_id), "logprob": logprob, "bytes": [*raw]}
 
