@@ -88,10 +88,8 @@ def count(number: int, what: str) -> str:
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
-@functools.cache
-def say_once(message: str) -> None:
-    """Print one line, the first time only: for example, why a slower path was chosen."""
-    say(message)
+say_once = functools.cache(say)
+"""Prints a line the first time only: for example, why a slower path was chosen."""
 
 
 def warn(message: str) -> None:

@@ -93,10 +93,9 @@ class Settings(BaseModel):
             given, refused = without_removed(given, cls.model_fields)
             for setting, instead in refused.items():
                 raise PydanticCustomError("removed", "{instead}", {"setting": setting, "instead": instead})
+            for key in (str(key) for key in given if key not in cls.model_fields):
+                raise PydanticCustomError("unknown_key", "{hint}", {"key": key, "hint": nearest(key, cls.model_fields)})
         for key, value in given.items():
-            if key not in cls.model_fields and cls.model_config["extra"] == "forbid":
-                hint = {"key": str(key), "hint": nearest(str(key), cls.model_fields)}
-                raise PydanticCustomError("unknown_key", "{hint}", hint)
             if isinstance(value, bool) and re.search(r"\b(int|float)\b", str(cls.model_fields.get(key))):
                 given = given | {key: str(value).lower()}  # pydantic reads true as 1
         missing = cls.model_fields.keys() - given.keys()
@@ -274,11 +273,9 @@ def _path_in(raw: Any, loc: tuple[int | str, ...], missing: bool) -> list[str]:
     for i, part in enumerate(loc):
         inside: Any = dict(enumerate(raw)) if isinstance(raw, list | tuple) else raw
         inside = inside if isinstance(inside, dict) else {}
-        if part in inside:
+        if part in inside or (missing and i == len(loc) - 1):
             path.append(str(part))
-            raw = inside[part]
-        elif missing and i == len(loc) - 1:
-            path.append(str(part))
+            raw = inside.get(part)
     return path
 
 

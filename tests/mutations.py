@@ -76,9 +76,9 @@ MUTATIONS = [
     ),
     Mutation(
         "rank-share",
-        "trainer/start.py",
-        "return rank * batch_size // size, (rank + 1) * batch_size // size",
-        "return 0, batch_size // size",
+        "trainer/loop.py",
+        "for index in (group.index, group.index + 1))",
+        "for index in (0, 1))",
         "all processes train on the first process's share of a batch",
         "tests/trainer/test_torchrun.py",
     ),

@@ -63,9 +63,9 @@ def _data(run: Run) -> str:
 
 
 def _batch(run: Run) -> str:
-    config, groups = run.config, run.group.count
-    at_once = min(run.micro_batch, -(-config.batch_size // groups))
-    each = " in each process" if groups > 1 else ""
+    config = run.config
+    at_once = min(run.micro_batch, config.share_of(run.world.size))
+    each = " in each process" if run.group.count > 1 else ""
     sequences = f"{count(config.batch_size, 'sequence')} of {config.seq_len:,}"
     return f"{config.tokens(1):,} tokens a step: {sequences}, {at_once:,} at a time{each}"
 

@@ -349,10 +349,10 @@ def retain(run_dir: Path, state: TrainState, config: CheckpointConfig, damaged: 
     _point(folder / "latest", whole[-1])
     if best in whole:
         _point(folder / "best", best)
-    every = config.keep_every
-    keep = {best, *whole[-config.keep_last :], *(path for path in whole if every and _step_of(path) % every == 0)}
+    every, last = config.keep_every, whole[-config.keep_last :]
+    kept = [path for path in whole if path == best or path in last or (every and _step_of(path) % every == 0)]
     for path in paths:
-        if path not in keep or path not in whole:
+        if path not in kept:
             _remove(path)
 
 

@@ -276,16 +276,15 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
         # threads while it holds the interpreter's lock, and one of them may need that lock to release a tensor.
         # And its connections would stay open: the others would not notice that this process is gone.
         gc.collect()
-        if deadline is not None:
+        if deadline is not None:  # without it, there is no group yet
             deadline.stop()
-        if abort and dist.group.WORLD is not None:
-            if deadline is not None:
+            if abort and dist.group.WORLD is not None:
                 deadline.wait_for_others(size, _LEAVE_SECONDS)  # an abort would crash them (status 134)
-            dist.group.WORLD.abort()  # NCCL would wait for its operations, which the others may never begin
-        elif dist.is_initialized():
-            dist.destroy_process_group()
-        if deadline is not None and hosts_store:
-            deadline.wait_for_others(size, _KEEP_STORE_SECONDS)
+                dist.group.WORLD.abort()  # NCCL would wait for its operations, which the others may never begin
+            elif dist.is_initialized():
+                dist.destroy_process_group()
+            if hosts_store:
+                deadline.wait_for_others(size, _KEEP_STORE_SECONDS)
 
 
 def _read_environment() -> tuple[int, int]:

@@ -15,7 +15,7 @@ process ever waited.
 
 import ctypes
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,8 +62,7 @@ def backward_in_chunks(
             torch.autograd.backward([x for x, _ in roots], [g for _, g in roots])
         gradients = [x.grad for x in _floats(state)]
         losses.append(loss.detach())
-        if number % 4 == 0:
-            _return_memory(token_ids)
+        _return_memory(number, token_ids)
     return losses
 
 
@@ -76,17 +75,16 @@ def states_before(
         world.at(f"{name}, chunk {number}: state")
         with torch.no_grad(), runtime.autocast():
             before.append(summed_loss(ids, None, before[-1], True)[1])
-        if number % 4 == 0:
-            _return_memory(ids)
+        _return_memory(number, ids)
     return before
 
 
-def _return_memory(ids: Tensor) -> None:
-    """Return freed memory to the system: glibc keeps it, and the process grows with each chunk.
+def _return_memory(number: int, ids: Tensor) -> None:
+    """After every fourth chunk, return freed memory to the system: glibc keeps it, and the process grows.
 
     After every chunk, it would cost 7 to 13 % of the time, because memory that is new to a process is slow.
     """
-    if ids.is_cpu:
+    if ids.is_cpu and number % 4 == 0:
         getattr(ctypes.CDLL(None), "malloc_trim", lambda spare: 0)(0)  # other C libraries do not have it
 
 
@@ -107,30 +105,21 @@ def share_sequences(gpt: GPT, group: SequenceGroup) -> None:
 
 
 def _shared(group: SequenceGroup, module: Any, x: Tensor, state: Any, *others: Any, **options: bool) -> tuple[Any, ...]:
-    """module(x, state, ...) -> (x, ..., state), with the state of the process before this one."""
+    """module(x, state, ...) -> (x, ..., state), with the state of the process before this one.
+
+    Gradients of states come and go with those of x.
+    """
     if not torch.is_grad_enabled():
         return module(x, state, *others, **options)
-    empty = module.initial_state(len(x), x.device)
-    x, state = _take(x, group, empty)
+    state = module.initial_state(len(x), x.device)
+    like = tensors_of(state)
+    if group.place > 0:
+        x, *received = _Take.apply(x, group, *like.values())
+        state = restored(state, dict(zip(like, received, strict=True)))
     x, *between, after = module(x, state, *others, **dict.fromkeys(options, True))  # return_state
-    return _pass_on(x, group, after, empty), *between, after
-
-
-def _take(x: Tensor, group: SequenceGroup, empty: Any) -> tuple[Tensor, Any]:
-    """Receive the state of the tokens before x: (x, state). Before the first token, it is `empty`."""
-    if group.place == 0:
-        return x, empty
-    like = tensors_of(empty)
-    x, *received = _Take.apply(x, group, *like.values())
-    return x, restored(empty, dict(zip(like, received, strict=True)))
-
-
-def _pass_on(x: Tensor, group: SequenceGroup, state: Any, empty: Any) -> Tensor:
-    """Send the state after x to the next process; returns x, through which the state's gradients come back."""
-    if group.place == group.size - 1:
-        return x
-    like, tensors = tensors_of(empty), tensors_of(state)
-    return cast(Tensor, _PassOn.apply(x, group, *(own.to(like[name].dtype) for name, own in tensors.items())))
+    if group.place < group.size - 1:
+        x = _PassOn.apply(x, group, *(own.to(like[name].dtype) for name, own in tensors_of(after).items()))
+    return x, *between, after
 
 
 class _Take(torch.autograd.Function):

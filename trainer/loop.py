@@ -27,7 +27,7 @@ from trainer.run_dir import check_folder, own_run, write_config
 from trainer.runtime import Runtime, open_runtime, peak_flops
 from trainer.samples import sample
 from trainer.signals import StopSignals
-from trainer.start import Run, open_data, open_run, open_source, sequences_of
+from trainer.start import Run, open_data, open_run, open_source
 from trainer.step import NO_TARGETS, MicroBatches, train_step
 from trainer.trackers import Tracker, open_trackers
 
@@ -121,7 +121,7 @@ def train(config: TrainConfig, runtime: Runtime, world: World, signals: StopSign
 def local_micro_batches(run: Run, step: int) -> MicroBatches:
     """This process's part of the global batch of a step, in pinned memory if a GPU reads it."""
     group = run.group
-    first, stop = sequences_of(group.index, group.count, run.config.batch_size)
+    first, stop = (index * run.config.batch_size // group.count for index in (group.index, group.index + 1))
     whole = map(torch.from_numpy, run.batches.batch(step, first, stop))
     own = [ids.chunk(group.size, dim=1)[group.place] for ids in whole]
     if run.world.device.type == "cuda":
@@ -217,9 +217,9 @@ def _due(run: Run, every: int) -> bool:
 def _evaluate(run: Run, records: "Records") -> bool:
     """Measure and log the validation loss, of the averaged weights if there are any; returns whether it is the best."""
     config, step = run.config, run.state.step
-    stretch, byte_lengths = config.seq_len // run.group.size, torch.from_numpy(run.tokenizer.byte_lengths)
-    piece = min(run.runtime.sequence_chunk or stretch, stretch)
-    how = byte_lengths.to(run.world.device), run.micro_batch, run.runtime, run.world, piece
+    byte_lengths = torch.from_numpy(run.tokenizer.byte_lengths).to(run.world.device)
+    piece = run.runtime.sequence_chunk or config.seq_len // run.group.size
+    how = byte_lengths, run.micro_batch, run.runtime, run.world, piece
     with contextlib.nullcontext() if run.average is None else run.average.in_place():
         loss = evaluate(run.gpt, run.windows, *how)
         if not math.isfinite(loss.nats):

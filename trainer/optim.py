@@ -186,8 +186,7 @@ class Muon(torch.optim.Optimizer):
             kinds.setdefault((p.shape, division, self._factors[p]), []).append(p)
         for weights in kinds.values():
             numel, share = weights[0].numel(), -(-len(weights) // self._world.size)
-            n = _TOGETHER // numel if on_cpu else min(_AT_ONCE // numel, share)
-            n = max(1, n)
+            n = max(1, _TOGETHER // numel if on_cpu else min(_AT_ONCE // numel, share))
             yield from (weights[i : i + n] for i in range(0, len(weights), n))
 
 

@@ -129,10 +129,9 @@ def keep_freed_memory() -> None:
 
     By default glibc returns memory to the system many times a step, and every page that is reused causes a page fault.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries do not have it
-    if mallopt is not None:
-        mallopt(-4, 0)  # M_MMAP_MAX, 0: no tensor has pages of its own, which would be returned with it
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD, -1: free memory at the end of the heap is never returned
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)  # other C libraries do not have it
+    mallopt(-4, 0)  # M_MMAP_MAX, 0: no tensor has pages of its own, which would be returned with it
+    mallopt(-1, -1)  # M_TRIM_THRESHOLD, -1: free memory at the end of the heap is never returned
 
 
 def is_bfloat16_fast(device: torch.device) -> bool:

@@ -161,11 +161,6 @@ def _compare_memory(config: TrainConfig, runtime: Runtime, world: World, micro_b
         warn(f"{what}: use a smaller model, seq_len or runtime.micro_batch (now {micro_batch})")
 
 
-def sequences_of(rank: int, size: int, batch_size: int) -> tuple[int, int]:
-    """The sequences [first, stop) of every global batch that belong to process, or group, `rank` of `size`."""
-    return rank * batch_size // size, (rank + 1) * batch_size // size
-
-
 def build_model(
     config: TrainConfig, runtime: Runtime, world: World, group: SequenceGroup, eot_id: int | None
 ) -> tuple[GPT, nn.Module]:
@@ -208,7 +203,7 @@ def _choose_micro_batch(run: Run) -> int:
         memory = step_memory(run.gpt, size, config.seq_len, run.runtime, world.size, recompute=recompute)
         return memory.peak - memory.weights - memory.optimizer
 
-    share = -(-config.batch_size // world.size)
+    share = config.share_of(world.size)
     size = choose_micro_batch(run.summed_loss, share, config.seq_len, predict, run.runtime, world)
     run.update(micro_batch=size, micro_batch_for=place)
     return size
@@ -287,11 +282,14 @@ def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:
         raise UserError(f"{path} belongs to another run: {listed}; use the checkpoint's settings, or another run_dir")
 
 
-def open_source(path: Path, config: GPTConfig, tokenizer: Tokenizer) -> Checkpoint:
-    """Open the checkpoint init_from=path. A run with this model and tokenizer starts from its weights.
+def open_source(path: Path, config: GPTConfig, tokenizer: Tokenizer) -> tuple[Checkpoint, Tokenizer]:
+    """Open the checkpoint init_from=path, whose weights a run with this model and tokenizer starts from.
 
     The tokenizer may have markers that the checkpoint's tokenizer lacks. Their rows of the embedding are padding rows
     of the checkpoint, or new rows by another model.pad_vocab.
+
+    Returns:
+        The checkpoint and its tokenizer.
 
     Raises:
         UserError: there is no whole checkpoint, or it has another model or tokenizer.
@@ -316,7 +314,7 @@ def open_source(path: Path, config: GPTConfig, tokenizer: Tokenizer) -> Checkpoi
         listed = ", ".join(changes_of(changed, "here:"))
         remedy = "leave out the model and its settings: they are those of init_from"
         raise UserError(f"init_from={path} has another model: {listed}; {remedy}")
-    return source
+    return source, trained
 
 
 def take_weights(gpt: GPT, path: Path, tokenizer: Tokenizer, world: World) -> None:
@@ -326,10 +324,10 @@ def take_weights(gpt: GPT, path: Path, tokenizer: Tokenizer, world: World) -> No
         UserError: as `open_source`; or the processes do not all find the same checkpoint.
     """
     world.at(f"reading init_from={path}")
-    source, weights = open_source(path, gpt.config, tokenizer), gpt.state_dict()
-    n_trained = load_tokenizer(source.path / "tokenizer.json").n_vocab
+    source, trained = open_source(path, gpt.config, tokenizer)
     with torch.device("meta"):
         before = GPT(source.state.model)
+    weights = gpt.state_dict()
     rows = world.rows(weights)
     world.check_equal("init_from", {"the weights of init_from": source.identity()})
     stored = read_weights(source, before, rows={name: own for name, own in rows.items() if name not in _BY_ID})
@@ -337,7 +335,7 @@ def take_weights(gpt: GPT, path: Path, tokenizer: Tokenizer, world: World) -> No
         for name, value in weights.items():
             found = stored[name]
             if name in _BY_ID:
-                found = _extended(found, n_trained, tokenizer.n_vocab, len(value))[rows.get(name, slice(None))]
+                found = _extended(found, trained.n_vocab, tokenizer.n_vocab, len(value))[rows.get(name, slice(None))]
             world.local(value).copy_(found)
     averaged = "" if source.state.average is None else "averaged "
     say(f"starting from the {averaged}weights of {source.path}")

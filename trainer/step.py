@@ -43,9 +43,9 @@ class StepResult(NamedTuple):
     """Norm of the whole gradient before clipping."""
     stop: bool
     """Whether any process was asked to stop."""
-    exact_tiles: int = 0
+    exact_tiles: int
     """Log-attention tiles recomputed exactly, summed over processes. Recomputed forward passes count too."""
-    refused: str | None = None
+    refused: str | None
     """Why the weights were not updated, with the gradients left in place; None: the weights were updated."""
 
 
@@ -99,15 +99,13 @@ def train_step(
     # Nothing else in a step makes the CPU wait for a GPU.
     results = [total / valid, norm.double(), asked, tiles, n_targets]
     loss, grad_norm, asked, tiles, counted = torch.stack(results).tolist()
-    result = StepResult(loss, grad_norm, stop=asked > 0, exact_tiles=int(tiles))
-    reason = refuse(result.loss, result.grad_norm) if counted else NO_TARGETS
-    if reason is not None:
-        return result._replace(refused=reason)
-    if grad_clip is not None:
-        nn.utils.clip_grads_with_norm_(params, grad_clip, norm)
-    optimizer.step()
-    optimizer.zero_grad()
-    return result
+    refused = refuse(loss, grad_norm) if counted else NO_TARGETS
+    if refused is None:
+        if grad_clip is not None:
+            nn.utils.clip_grads_with_norm_(params, grad_clip, norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return StepResult(loss, grad_norm, asked > 0, int(tiles), refused)
 
 
 def accumulate_gradients(

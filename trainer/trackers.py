@@ -92,8 +92,8 @@ class Tracker:
         self.log(None)
         if not self._failed:
             self._thread.join(self._finish_seconds)
-        if not self._failed and self._thread.is_alive():
-            self._give_up(f"it did not finish within {self._finish_seconds:g} seconds")
+            if self._thread.is_alive():
+                self._give_up(f"it did not finish within {self._finish_seconds:g} seconds")
 
     def _work(self, library: AbstractContextManager[Log]) -> None:
         try:
