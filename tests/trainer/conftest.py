@@ -46,6 +46,18 @@ def train_in_processes(tiny_args, tmp_path):
 
 
 @pytest.fixture
+def launched(monkeypatch):
+    """Makes this process the first of several that a launcher has started."""
+
+    def launch(processes, port):
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in ({"RANK": "0", "WORLD_SIZE": str(processes)} | address).items():
+            monkeypatch.setenv(name, value)
+
+    return launch
+
+
+@pytest.fixture
 def plain(monkeypatch):
     """Runs in this process have one name, draw random numbers in each step, and no pictures, which take long."""
     from faults import draw

@@ -140,11 +140,7 @@ def _server():
     server = subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-
-    def end():
-        server.communicate()
-
-    atexit.register(end)
+    atexit.register(server.communicate)
     return server
 
 

@@ -68,13 +68,8 @@ def test_a_run_has_the_same_weights_and_their_means(tiny, tmp_path):
     assert losses[0] == losses[1]
 
 
-@pytest.fixture
-def averaged(run_of):
-    return run_of(AVERAGED)
-
-
-def test_commands_take_the_averaged_weights_or_the_last(averaged, command):
-    run_dir, losses = averaged, {}
+def test_commands_take_the_averaged_weights_or_the_last(run_of, command):
+    run_dir, losses = run_of(AVERAGED), {}
     for given in ((), ("average=true",), ("average=false",)):
         options = "contexts=[]", "batches=4", "runtime.device=cpu", "runtime.dtype=float64"
         result = command("eval", f"checkpoint={run_dir}", *options, *given)
@@ -93,8 +88,8 @@ def test_commands_take_the_averaged_weights_or_the_last(averaged, command):
 
 
 @pytest.mark.parametrize("average", [True, False])
-def test_what_is_exported(averaged, tmp_path, average):
-    run_dir = averaged
+def test_what_is_exported(run_of, tmp_path, average):
+    run_dir = run_of(AVERAGED)
     export(run_dir, tmp_path / "out", average)
     exported = load_file(tmp_path / "out" / "model.safetensors")
     weights, means = stored(run_dir, 6)

@@ -146,19 +146,10 @@ def test_a_spike_is_treated_as_other_bad_steps_are_and_is_off_by_default(tiny, t
     assert [line for line in metrics(tmp_path / "unwatched") if "event" in line] == []
 
 
-POISONED = """
-import sys
-import trainer.loop
-from trainer.step import SummedLoss
-poisoned, take_step, forward = [False], trainer.loop.take_step, SummedLoss.forward
-def taking(run, *given, **named):
-    poisoned[0] = run.state.step + 1 == 3 and run.world.rank == run.world.size - 1
-    return take_step(run, *given, **named)
-trainer.loop.take_step = taking
-SummedLoss.forward = lambda *args: forward(*args) * (float("nan") if poisoned[0] else 1.0)
-import runpy
-runpy.run_path("train.py", run_name="__main__")
-"""
+POISONED = ranks.IN_STEP.format(
+    when="step == 2 and rank == run.world.size - 1",
+    fault="hook = run.gpt.norm.register_forward_hook(lambda *given: hook.remove() or given[2] * float('nan'))",
+)
 
 
 @pytest.mark.parametrize("policy", ["skip", "halt"])

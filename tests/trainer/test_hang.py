@@ -142,7 +142,7 @@ def test_other_errors_pass_unchanged(worker, kind):
 
 # A model in DDP, whose frames an error of the training goes through: what holds connections, and what joins them.
 FAILING_TRAIN = """
-import os, runpy, sys
+import os, runpy
 from common.settings import UserError
 from model.gpt import GPT
 
@@ -156,7 +156,6 @@ def failing(self, token_ids, targets, *state):
     return summed_loss(self, token_ids, targets)
 
 GPT.summed_loss = failing
-sys.argv = ["train.py", *sys.argv[1:]]
 runpy.run_path("train.py", run_name="__main__")
 """
 DISK_FULL = "raise UserError('the disk is full')"
@@ -297,23 +296,19 @@ def test_a_store_that_ends_before_this_process_is_done_with_it_is_no_error(monke
         ("", "^MASTER_PORT={port} is in use on 127.0.0.1: set another"),
     ],
 )
-def test_a_wrong_launcher_is_told(monkeypatch, wrong, message):
+def test_a_wrong_launcher_is_told(monkeypatch, launched, wrong, message):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-        launcher = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        for name, value in launcher.items():
-            monkeypatch.setenv(name, value)
+        port = server.getsockname()[1]
+        launched(2, port)
         name, _, value = wrong.partition("=")
         monkeypatch.delenv(name) if name and not value else monkeypatch.setenv(name or "RANK", value or "0")
         with pytest.raises(UserError, match=message.format(port=port)):
             join_world(torch.device("cpu"), hang_seconds=5).__enter__()
 
 
-def test_a_process_that_waits_for_others_says_where(monkeypatch, capsys):
+def test_a_process_that_waits_for_others_says_where(monkeypatch, launched, capsys):
     monkeypatch.setattr(distributed, "_LATE_SECONDS", 0.1)
-    port = free_port()
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
-        monkeypatch.setenv(name, value)
+    launched(2, port := free_port())
     with pytest.raises(SystemExit):
         join_world(torch.device("cpu"), hang_seconds=0.1).__enter__()
     line = f"waiting for the others of 2 processes at MASTER_ADDR=127.0.0.1 MASTER_PORT={port}\n"

@@ -18,10 +18,6 @@ from trainer.start import find_checkpoint, take_weights
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
 
-def weights_at_the_start(config):
-    return open_run(config).gpt.state_dict()
-
-
 @pytest.mark.parametrize("average", [None, 0.5])
 def test_a_run_begins_with_the_weights_of_another(tiny, make_dataset, tmp_path, monkeypatch, capsys, average):
     fit(tiny({"average": average}))
@@ -36,7 +32,7 @@ def test_a_run_begins_with_the_weights_of_another(tiny, make_dataset, tmp_path, 
         "init_from": str(tmp_path / "run"),
     }
     capsys.readouterr()
-    weights = weights_at_the_start(tiny(other))
+    weights = open_run(tiny(other)).gpt.state_dict()
     what = "averaged weights" if average else "weights"
     assert f"starting from the {what} of {tmp_path}/run/checkpoints/step-00000006" in capsys.readouterr().out
     assert weights.keys() == first.state_dict().keys()

@@ -19,6 +19,7 @@ from trainer.distributed import World
 from trainer.memory import Memory, memory_of
 from trainer.micro_batch import choose_micro_batch
 from trainer.runtime import Runtime
+from trainer.step import SummedLoss
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -80,15 +81,6 @@ class Limited(nn.Module):
 
     def fail(self, *grad):
         raise self.error or torch.OutOfMemoryError("CUDA out of memory: injected")
-
-
-class SummedLoss(nn.Module):
-    def __init__(self, gpt):
-        super().__init__()
-        self.gpt = gpt
-
-    def forward(self, ids, targets):
-        return self.gpt.summed_loss(ids, targets)
 
 
 def tiny_gpt(attention="log_space", position="log_recurrence", block="mlp", n_embd=16):

@@ -12,7 +12,7 @@ from trainer.distributed import join_world
 
 
 @pytest.fixture
-def calls(monkeypatch):
+def calls(monkeypatch, launched):
     """The calls to torch.distributed that NCCL would see."""
     made = []
     init, destroy = dist.init_process_group, dist.destroy_process_group
@@ -25,13 +25,7 @@ def calls(monkeypatch):
         made.append("destroyed")
         destroy()
 
-    for name, value in {
-        "RANK": 0,
-        "WORLD_SIZE": 1,
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": ranks.free_port(),
-    }.items():
-        monkeypatch.setenv(name, str(value))
+    launched(1, ranks.free_port())
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.set_device", lambda index: None)
     monkeypatch.setattr(dist, "init_process_group", fake_init)

@@ -10,15 +10,15 @@ from common.settings import variant_names
 from trainer.schedule import WSD, Constant, Cosine, OneCycle, ScheduleConfig
 
 
-def torch_one_cycle(warmup, total, start, end, anneal, max_lr=1.0):
+def torch_one_cycle(warmup, total, start, end, anneal):
     """Learning rates of torch's scheduler with the same settings."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
     scheduler = OneCycleLR(
         optimizer,
-        max_lr=max_lr,
+        max_lr=1.0,
         total_steps=total,
         pct_start=warmup / total,
-        anneal_strategy="cos" if anneal == "cos" else "linear",
+        anneal_strategy=anneal,
         cycle_momentum=False,
         div_factor=1 / start,
         final_div_factor=start / end,

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from ranks import IN_STEP, ROOT, environment, lines_in
+from ranks import IN_STEP, ROOT, Result, environment, lines_in
 
 from trainer.run_dir import own_run
 
@@ -40,44 +40,43 @@ esac
 
 @pytest.fixture
 def job(tmp_path, tiny_args):
-    """Starts the script as SLURM would, on two tasks; call it with options of train.py and more environment."""
+    """Runs the script as SLURM would, on two tasks; call it with options of train.py and more environment.
+
+    python: in bash, what takes Python's place.
+    """
     standin = tmp_path / "standin"
     standin.mkdir()
     for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
         (standin / name).write_text(text)
         (standin / name).chmod(0o755)
-    started = []
 
-    def start(*options, **more_environment):
+    def run(*options, python='exec "$REAL_PYTHON" "$@"', **more_environment):
+        (standin / "python").write_text(f"#!/bin/bash\n{python}\n")
+        (standin / "python").chmod(0o755)
         slurm = {
             "PATH": f"{standin}:{os.environ['PATH']}",
             "STANDIN": str(standin),
-            "PYTHON": sys.executable,
+            "PYTHON": str(standin / "python"),
+            "REAL_PYTHON": sys.executable,
             "SLURM_JOB_ID": str(os.getpid()),
             "SLURM_JOB_NODELIST": "node[1-2]",
             "SLURM_NTASKS": "2",
             "SLURM_CPUS_PER_TASK": "1",
         }
-        process = subprocess.Popen(
-            ["bash", str(SCRIPT), *tiny_args, *options],
-            cwd=ROOT,
-            env=environment() | slurm | more_environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        started.append(process)
-        return process
+        env, pipes = environment() | slurm | more_environment, {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        command = ["bash", str(SCRIPT), *tiny_args, *options]
+        process = subprocess.Popen(command, cwd=ROOT, env=env, text=True, start_new_session=True, **pipes)
+        try:
+            out, err = process.communicate(timeout=240)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        return Result(process.returncode, out, err)
 
     (standin / "scontrol.log").touch()
-    start.requeues = lambda: (standin / "scontrol.log").read_text().splitlines()
-    start.srun = lambda: (standin / "srun.log").read_text()
-    yield start
-    for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    run.requeues = lambda: (standin / "scontrol.log").read_text().splitlines()
+    run.srun = lambda: (standin / "srun.log").read_text()
+    return run
 
 
 def test_bash_understands_it():
@@ -87,25 +86,21 @@ def test_bash_understands_it():
 @pytest.mark.slow
 def test_a_job_at_its_time_limit_is_requeued_and_its_next_start_finishes_the_run(job, tmp_path):
     steps = "max_steps=200", "checkpoint.every=1000", "eval.every=1000"
-    log, python, train = tmp_path / "run" / "metrics.jsonl", tmp_path / "python", tmp_path / "train.py"
+    train = tmp_path / "train.py"  # SLURM's --signal=USR1@300: to every process of the step
     train.write_text(IN_STEP.format(when="step == 20", fault="os.kill(os.getpid(), signal.SIGUSR1)"))
-    python.write_text(f'#!/bin/bash\n[[ $2 == --cfg ]] || set -- {train} "${{@:2}}"\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    first = job(*steps, PYTHON=str(python))  # SLURM's --signal=USR1@300: to every process of the step
-    out, err = first.communicate(timeout=120)
-    assert first.returncode == 0, err
-    assert job.requeues() == [f"requeue {os.getpid()}"], out + err
+    first = job(*steps, python=f'[[ $2 == --cfg ]] || set -- {train} "${{@:2}}"\nexec "$REAL_PYTHON" "$@"')
+    assert first.status == 0, first.err
+    assert job.requeues() == [f"requeue {os.getpid()}"], first.out + first.err
     saved = int((tmp_path / "run" / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
     assert 20 <= saved < 200
-    assert f"requeued, to go on from step-{saved:08}" in out
+    assert f"requeued, to go on from step-{saved:08}" in first.out
 
     second = job(*steps, SLURM_RESTART_COUNT="1", SLURM_NTASKS="1")
-    out, err = second.communicate(timeout=240)
-    assert second.returncode == 0, err
-    assert f"resuming {tmp_path / 'run'} after step {saved}" in out
-    assert "step 200 of 200 saved" in out
+    assert second.status == 0, second.err
+    assert f"resuming {tmp_path / 'run'} after step {saved}" in second.out
+    assert "step 200 of 200 saved" in second.out
     assert len(job.requeues()) == 1
-    assert lines_in(log) == 201  # 200 training lines, one evaluation
+    assert lines_in(tmp_path / "run" / "metrics.jsonl") == 201  # 200 training lines, one evaluation
     assert "--kill-on-bad-exit=0" in job.srun()
 
 
@@ -114,12 +109,11 @@ def test_an_error_that_a_person_must_mend_is_not_requeued(job, tmp_path):
     """Only the first process checks the run's directory; the other only sees that the first is gone."""
     (tmp_path / "run").mkdir()
     with own_run(tmp_path / "run"):
-        process = job()
-        _, err = process.communicate(timeout=120)
-    assert process.returncode == 1, err
+        failed = job()
+    assert failed.status == 1, failed.err
     assert job.requeues() == []
-    assert "error: process 1 stops: process 0 ended with an error, see its message" in err
-    assert len(err.splitlines()) == 2, err
+    assert "error: process 1 stops: process 0 ended with an error, see its message" in failed.err
+    assert len(failed.err.splitlines()) == 2, failed.err
 
 
 @pytest.mark.parametrize(
@@ -135,38 +129,27 @@ def test_an_error_that_a_person_must_mend_is_not_requeued(job, tmp_path):
     ],
 )
 @pytest.mark.slow
-def test_what_is_requeued(job, tmp_path, environment, status, requeued):
-    python = tmp_path / "python"
-    python.write_text('#!/bin/bash\n[[ $2 == --cfg || $RANK != "$LOCAL_RANK" ]] || exit "$STATUS"\n')
-    python.chmod(0o755)
-    process = job(PYTHON=str(python), **environment)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == status, err
-    assert job.requeues() == ([f"requeue {os.getpid()}"] if requeued else []), out + err
+def test_what_is_requeued(job, environment, status, requeued):
+    ended = job(python='[[ $2 == --cfg || $RANK != "$LOCAL_RANK" ]] || exit "$STATUS"', **environment)
+    assert ended.status == status, ended.err
+    assert job.requeues() == ([f"requeue {os.getpid()}"] if requeued else []), ended.out + ended.err
 
 
 @pytest.mark.slow
 def test_a_quoted_run_dir_is_where_its_checkpoints_are_looked_for(job, tmp_path):
     """At its last restart, a job that has written a checkpoint is requeued."""
-    python, latest = tmp_path / "python", tmp_path / "x y" / "checkpoints" / "latest"
+    latest = tmp_path / "x y" / "checkpoints" / "latest"
     latest.parent.mkdir(parents=True)
-    saves = f'[[ $2 == --cfg ]] && exec {sys.executable} "$@"\necho step-00000003 > "{latest}"\nexit 75\n'
-    python.write_text(f"#!/bin/bash\n{saves}")
-    python.chmod(0o755)
-    process = job(f"run_dir='{tmp_path}/x y'", PYTHON=str(python), SLURM_RESTART_COUNT="3")
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, len(job.requeues())) == (0, 1), err
-    assert "requeued, to go on from step-00000003" in out
+    saves = f'[[ $2 == --cfg ]] && exec "$REAL_PYTHON" "$@"\necho step-00000003 > "{latest}"\nexit 75'
+    ended = job(f"run_dir='{tmp_path}/x y'", python=saves, SLURM_RESTART_COUNT="3")
+    assert (ended.status, len(job.requeues())) == (0, 1), ended.err
+    assert "requeued, to go on from step-00000003" in ended.out
 
 
 @pytest.mark.slow
-def test_options_with_spaces_and_brackets_reach_train_py_as_they_are(job, tmp_path):
-    python = tmp_path / "python"
+def test_options_with_spaces_and_brackets_reach_train_py_as_they_are(job):
     line = 'printf -v line "%s|" "$@" "$RANK" "$WORLD_SIZE" "$MASTER_ADDR"; echo "$line"'
-    python.write_text(f"#!/bin/bash\n[[ $2 == --cfg ]] && exit\n{line}\n")
-    python.chmod(0o755)
-    process = job("data.mixture={Pile-CC: 2}", "run_dir=/a b/$c", PYTHON=str(python))
-    out, _ = process.communicate(timeout=60)
-    assert sorted(line[-46:] for line in out.splitlines()) == [
+    said = job("data.mixture={Pile-CC: 2}", "run_dir=/a b/$c", python=f"[[ $2 == --cfg ]] && exit\n{line}").out
+    assert sorted(line[-46:] for line in said.splitlines()) == [
         f"data.mixture={{Pile-CC: 2}}|run_dir=/a b/$c|{rank}|2|localhost|"[-46:] for rank in (0, 1)
     ]

@@ -128,7 +128,7 @@ def test_paths_devices_and_trackers_of_processes_may_differ(args, dataset_dir, t
 
 
 LAST_HOLDER = """
-import gc, runpy, sys
+import gc, runpy
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -140,7 +140,6 @@ def look_and_destroy():
     destroy()
 
 dist.destroy_process_group = look_and_destroy
-sys.argv = ["train.py", *sys.argv[1:]]
 runpy.run_path("train.py", run_name="__main__")
 """
 

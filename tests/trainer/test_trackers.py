@@ -11,9 +11,9 @@ import types
 
 import pytest
 import ranks
+from test_metrics import read_metrics, steps
 
 from common import exits
-from trainer import metrics
 from trainer.loop import fit
 from trainer.trackers import Tracker
 
@@ -26,14 +26,6 @@ WANDB = {"tracker": {"wandb": {"every": 1, "finish_seconds": 60.0}}}
 def ends_as_usual(monkeypatch):
     """A tracker that fails says how its command must end; that is not how the tests' process ends."""
     monkeypatch.setattr(exits, "at_once", False)
-
-
-def read_metrics(path):
-    return list(metrics.read_metrics(path))
-
-
-def steps(path):
-    return [line["step"] for line in read_metrics(path)]
 
 
 class FakeWandb(types.ModuleType):
