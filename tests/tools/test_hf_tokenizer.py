@@ -141,7 +141,6 @@ def test_what_is_not_of_gpt2s_kind_is_refused(change, message, tmp_path):
     with pytest.raises(UserError, match=message) as error:
         read_tokenizer_json(path)
     assert str(error.value).startswith(f"{path} is not a tokenizer of GPT-2's kind: ")
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("content", [b"[]", b"{"])

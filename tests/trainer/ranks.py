@@ -115,10 +115,12 @@ def finish(*processes, seconds=240):
     return [Result(*process.wait(seconds)) for process in processes]
 
 
-def run(size, *arguments, **more_environment):
-    """Starts `size` processes and waits for all of them."""
+def run(size, *arguments, status=0, **more_environment):
+    """Starts `size` processes and waits for all of them, which must end with this status."""
     with started(size, *arguments, **more_environment) as processes:
-        return finish(*processes)
+        results = finish(*processes)
+    assert [result.status for result in results] == [status] * size, [result.err for result in results]
+    return results
 
 
 def wait_until(happened, what, seconds=240):

@@ -21,9 +21,8 @@ def test_halt_names_gradients_and_leaves_the_run_as_it_was(tiny, tmp_path, facto
     factor_at({5: float("nan")})
     named = r"step 5: loss is nan and .* \(first gradients not finite: embed.weight, [^,]*, [^,]*\)"
     line = rf"{named}; .* lower optim.max_lr.*inspect_dataset.py run_dir=\S+ step=5 "
-    with pytest.raises(UserError, match=line) as error:
+    with pytest.raises(UserError, match=line):
         fit(tiny())
-    assert "\n" not in str(error.value)
     assert open_checkpoint(tmp_path / "run").state.step == 4
 
 
@@ -156,11 +155,9 @@ POISONED = ranks.IN_STEP.format(
 @pytest.mark.slow
 def test_what_is_bad_on_one_process_is_bad_on_all(tiny_args, tmp_path, policy):
     args = [*tiny_args, "runtime.micro_batch=1", "runtime.dtype=float64", f"runtime.on_nonfinite={policy}"]
-    results = ranks.run(2, "-c", POISONED, *args)
-    assert [r.status for r in results] == ([1, 1] if policy == "halt" else [0, 0]), [r.err for r in results]
+    ranks.run(2, "-c", POISONED, *args, status=int(policy == "halt"))
     if policy != "halt":
-        (alone,) = ranks.run(1, "-c", POISONED, *args, f"run_dir={tmp_path / 'alone'}")
-        assert alone.status == 0
+        ranks.run(1, "-c", POISONED, *args, f"run_dir={tmp_path / 'alone'}")
         one, two = (load_file(newest(tmp_path / name) / "model.safetensors") for name in ("alone", "run"))
         for name in one:
             assert (one[name] - two[name]).abs().max() <= 1e-9, name

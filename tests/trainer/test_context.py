@@ -65,7 +65,6 @@ def test_gradients_are_those_of_the_whole_sequence(size):
         models[name] |= {"ngrams": [1, 2]} if "gates" in name else {}
         models[name]["block"] |= {"conv": 4} if block == "mlp" else {}
     results = ranks.run(size, "-c", SCRIPT, json.dumps(models))
-    assert [result.status for result in results] == [0] * size, [result.err for result in results]
     for name, (short, long) in json.loads(results[0].out.splitlines()[-1]).items():
         assert max(short[0], long[0]) < 1e-9, name
         assert short[1] == long[1] > 0, name

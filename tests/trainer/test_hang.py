@@ -68,14 +68,13 @@ def errors_of(*results):
 
 
 def test_a_process_alone_that_hangs_names_its_place_and_its_stacks(worker):
-    (result,) = run(1, *worker("if step == 25: time.sleep(10**6)", hang_seconds=0.5))
-    assert (result.status, stuck_at(result)) == (AGAIN, "step 25: data"), result.err
+    (result,) = run(1, *worker("if step == 25: time.sleep(10**6)", hang_seconds=0.5), status=AGAIN)
+    assert stuck_at(result) == "step 25: data", result.err
     assert 'File "<string>", line 13 in <module>' in result.err
 
 
 def test_every_process_of_a_run_that_hangs_names_its_own_place(worker):
-    results = run(3, *worker("if step == 25 and world.rank == 1: time.sleep(10**6)"))
-    assert [result.status for result in results] == [AGAIN] * 3, [result.err for result in results]
+    results = run(3, *worker("if step == 25 and world.rank == 1: time.sleep(10**6)"), status=AGAIN)
     assert stuck_at(results[1]) == "step 25: data"
     for result in (results[0], results[2]):  # or it notices first that another has ended
         (line,) = errors_of(result)
@@ -133,9 +132,7 @@ def test_a_lost_process_is_one_line_and_not_a_traceback(worker, tmp_path, killed
 @pytest.mark.parametrize("kind", ["RuntimeError", "torch.distributed.DistBackendError"])
 @pytest.mark.slow
 def test_other_errors_pass_unchanged(worker, kind):
-    results = run(2, *worker(f"if step == 25: raise {kind}('a bug')"))
-    for result in results:
-        assert result.status == 1
+    for result in run(2, *worker(f"if step == 25: raise {kind}('a bug')"), status=1):
         assert f"{kind}: a bug" in result.err
         assert errors_of(result) == []
 
@@ -164,13 +161,11 @@ DISK_FULL = "raise UserError('the disk is full')"
 @pytest.mark.slow
 def test_training_says_where_it_hangs_and_goes_on_when_it_is_started_again(tiny_args, tmp_path):
     args = [*tiny_args, "max_steps=10", f"runtime.hang_seconds={HANG_SECONDS}"]
-    results = run(2, "-c", FAILING_TRAIN.format(failing=1, fault="import time; time.sleep(10**6)"), *args)
-    assert [result.status for result in results] == [AGAIN] * 2, results[0].err
+    train = FAILING_TRAIN.format(failing=1, fault="import time; time.sleep(10**6)")
+    results = run(2, "-c", train, *args, status=AGAIN)
     assert stuck_at(results[1]) == "step 5: forward 1 of 1"
     assert "in failing" in results[1].err
-    results = run(2, "train.py", *args)
-    assert [result.status for result in results] == [0] * 2, results[0].err
-    assert f"resuming {tmp_path / 'run'} after step 4" in results[0].out
+    assert f"resuming {tmp_path / 'run'} after step 4" in run(2, "train.py", *args)[0].out
     assert lines_in(tmp_path / "run" / "metrics.jsonl") == 10 + 4  # and evaluations after 3, 6, 9 and 10
 
 
@@ -180,14 +175,13 @@ def test_slow_is_not_hung(worker):
     check = "from model.ops import checks; [(time.sleep(0.2), [call() for call in checks.waiting]) for _ in range(15)]"
     places = "for i in range(4 * (step == 25 and world.rank == 1)): time.sleep(0.7); world.at(f'evaluate {i}')"
     results = run(3, *worker(f"{places}\n        if step == 30 and world.rank == 2: {check}", steps=40))
-    assert [(result.status, result.err) for result in results] == [(0, "")] * 3
+    assert [result.err for result in results] == [""] * 3
 
 
 def test_the_first_process_keeps_the_store_until_the_others_are_done(worker):
     """Otherwise torch prints a warning of thirty lines in processes that end a little later."""
     later = "if step == 5: world.rank == 0 or time.sleep(1); break"
-    results = run(3, *worker(later))
-    assert [(result.status, result.err) for result in results] == [(0, "")] * 3
+    assert [result.err for result in run(3, *worker(later))] == [""] * 3
 
 
 @pytest.mark.slow
@@ -210,16 +204,14 @@ def test_suspended_is_not_hung(worker, tmp_path):
 def test_a_process_that_has_left_has_as_much_time_as_it_needs(worker, last):
     """For example for its last save: it is not interrupted, and the others do not ask for a restart."""
     last_words = f"if step == 30: world.rank != {last} or (world.leave(), time.sleep(4)); break"
-    results = run(3, *worker(last_words))
-    assert [(result.status, result.err) for result in results] == [(0, "")] * 3
+    assert [result.err for result in run(3, *worker(last_words))] == [""] * 3
 
 
 @pytest.mark.parametrize(("failing", "hang_seconds"), [(0, 60), (1, "null")])
 @pytest.mark.slow
 def test_an_error_of_one_process_ends_the_others_with_the_same_status(tiny_args, failing, hang_seconds):
     train = FAILING_TRAIN.format(failing=failing, fault=DISK_FULL)
-    results = run(3, "-c", train, *tiny_args, f"runtime.hang_seconds={hang_seconds}")
-    assert [result.status for result in results] == [1] * 3, [result.err for result in results]
+    results = run(3, "-c", train, *tiny_args, f"runtime.hang_seconds={hang_seconds}", status=1)
     for rank, result in enumerate(results):
         (line,) = errors_of(result)
         assert result.err == line + "\n"
@@ -232,8 +224,7 @@ def test_an_error_of_one_process_ends_the_others_with_the_same_status(tiny_args,
 @pytest.mark.slow
 def test_an_error_of_all_processes_is_said_by_all(tiny_args):
     train = FAILING_TRAIN.format(failing=0, fault=DISK_FULL).replace('== "0"', 'in "01"')
-    results = run(2, "-c", train, *tiny_args)
-    assert [result.status for result in results] == [1, 1]
+    results = run(2, "-c", train, *tiny_args, status=1)
     assert all(errors_of(result)[0].endswith("the disk is full") for result in results)
 
 
@@ -242,9 +233,7 @@ def test_an_error_of_all_processes_is_said_by_all(tiny_args):
 def test_where_nothing_closes_connections_the_others_end_all_the_same(worker, failing):
     """A main thread that waits on a GPU cannot notice the failure; here it sleeps instead."""
     fault = f"if step == 25: world.rank != {failing} or sys.exit('mend it'); time.sleep(10**6)"
-    results = run(3, *worker(fault, hang_seconds=4))
-    assert [result.status for result in results] == [1] * 3, [result.err for result in results]
-    for rank, result in enumerate(results):
+    for rank, result in enumerate(run(3, *worker(fault, hang_seconds=4), status=1)):
         said = f"error: process {rank} stops: process {failing} ended with an error, see its message"
         assert result.err == ("mend it\n" if rank == failing else said + "\n")
 
@@ -260,8 +249,7 @@ def test_an_error_is_told_before_what_one_process_still_has_to_do(worker):
                 time.sleep(8)
                 print("saved")
                 raise"""
-    results = run(2, *worker(fault))
-    assert [result.status for result in results] == [1, 1], results[1].err
+    results = run(2, *worker(fault), status=1)
     assert results[0].out == "saved\n"
     assert "process 0 ended with an error" in errors_of(results[1])[0]
 

@@ -66,9 +66,8 @@ def test_what_does_not_fit_is_refused(tiny, make_dataset, rank_file, tmp_path):
         ({"init_from": "gpt2"}, "init_from=gpt2 does not exist: .*import_gpt2.py .* the same command again resumes"),
         ({"init_from": str(other)}, "init_from=.* is a dataset: give the directory of a run"),
     ]:
-        with pytest.raises(UserError, match=message) as error:
+        with pytest.raises(UserError, match=message):
             fit(tiny(begun | changes))
-        assert "\n" not in str(error.value)
 
 
 def test_the_model_need_not_be_given(tiny_args, command, tmp_path):
@@ -117,9 +116,8 @@ def test_processes_that_do_not_see_the_same_checkpoint_are_refused(tiny, tmp_pat
     for step, why in ((2, "its weights are others"), (3, "")):
         world.store.set("checkpoint/0", json.dumps((f"step-0000000{step}", "others")))
         message = f"process 1 cannot see .*step-0000000{step} as the main process does .*{why}.*: put run_dir where all"
-        with pytest.raises(UserError, match=message) as error:
+        with pytest.raises(UserError, match=message):
             find_checkpoint(tmp_path / "run", world)
-        assert "\n" not in str(error.value)
 
 
 @pytest.mark.slow

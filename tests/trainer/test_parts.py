@@ -79,9 +79,8 @@ def test_every_range_of_rows_is_read_from_any_number_of_parts(tmp_path, count):
 def test_parts_that_do_not_make_up_the_tensors_are_refused(tmp_path, change, message):
     parts = split(TENSORS, 3)
     change(parts)
-    with pytest.raises(UserError, match=message) as error:
+    with pytest.raises(UserError, match=message):
         read_tensors(write(tmp_path, parts), expected(TENSORS), {"matrix": slice(0, 2)})
-    assert "\n" not in str(error.value)
 
 
 def divide(checkpoint, count):
@@ -129,9 +128,8 @@ def test_damage_in_any_part_is_named(run_dir, name):
         file.unlink()
         if damaged is not None:
             file.write_bytes(damaged)
-        with pytest.raises(UserError, match=f"step-00000006/{name} is missing or damaged") as error:
+        with pytest.raises(UserError, match=f"step-00000006/{name} is missing or damaged"):
             open_checkpoint(newest(run_dir))
-        assert "\n" not in str(error.value)
     assert open_checkpoint(run_dir).state.step == 4
 
 

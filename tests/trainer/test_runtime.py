@@ -109,7 +109,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
 def test_memory_that_tensors_free_is_kept_for_the_next():
     (child,) = ranks.run(1, "-c", FAULTS)
-    assert child.status == 0, child.err
     assert int(child.out.split()[-1]) < 2 * 4 * 9 * 2**20 // resource.getpagesize() // 8
 
 

