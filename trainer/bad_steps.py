@@ -1,6 +1,5 @@
 """Detects steps that must not change the weights, and runs of steps that a person should know of."""
 
-import itertools
 import math
 from collections.abc import Iterable
 from typing import Annotated, Any
@@ -43,11 +42,6 @@ def why_bad(loss: float, grad_norm: float, statistics: LossStatistics, spike_sig
         if loss > limit:
             return f"loss is {loss:.4f}, above {limit:.4f}: {spike_sigmas:g} standard deviations over the mean"
     return None
-
-
-def in_a_row(step: int, skipped: dict[int, str]) -> int:
-    """How many steps in a row right before `step` were skipped."""
-    return next(n for n in itertools.count() if step - n - 1 not in skipped)
 
 
 def first_not_finite(named: Iterable[tuple[str, Tensor]], world: World) -> list[str]:

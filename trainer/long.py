@@ -111,7 +111,7 @@ def _shared(group: SequenceGroup, module: Any, x: Tensor, state: Any, *others: A
     """
     if not torch.is_grad_enabled():
         return module(x, state, *others, **options)
-    state = module.initial_state(len(x), x.device)
+    state = module.initial_state(len(x), x.device)  # before the first token
     like = tensors_of(state)
     if group.place > 0:
         x, *received = _Take.apply(x, group, *like.values())

@@ -1,6 +1,7 @@
 """Training, from top to bottom: open the run, then for each step read, train, log, evaluate and save."""
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from common.settings import UserError
 from common.words import overrides
 from data.loader import Prefetch
 from trainer.announce import TrainingProgress, announce
-from trainer.bad_steps import Symptoms, first_not_finite, in_a_row, why_bad
+from trainer.bad_steps import Symptoms, first_not_finite, why_bad
 from trainer.checkpoint import Saver, newest
 from trainer.config import TrainConfig
 from trainer.curves import RunCurves, draw_losses
@@ -183,7 +184,7 @@ def _skip(run: Run, reason: str) -> dict[str, Any]:
     if bad := first_not_finite(run.gpt.named_parameters(), run.world):
         reason = f"{reason} (first gradients not finite: {', '.join(bad)})"
     run.optimizer.zero_grad()
-    before = in_a_row(step, run.state.passed_over)
+    before = next(n for n in itertools.count() if step - n - 1 not in run.state.passed_over)
     halts = config.runtime.on_nonfinite == "halt" and reason != NO_TARGETS
     if halts or before >= config.runtime.max_bad_steps:
         often = "" if halts else f", after {before} bad steps in a row"

@@ -39,7 +39,8 @@ def choose_micro_batch(
         UserError: not even one sequence fits; or the weights are sharded, so that other processes would wait forever
             for one that runs out of memory.
     """
-    if any(hasattr(p, "to_local") for p in loss_module.parameters()):
+    params = list(loss_module.parameters())
+    if any(hasattr(p, "to_local") for p in params):
         what = "runtime.micro_batch=auto does not work with runtime.strategy=fsdp, whose processes wait for each other"
         raise UserError(f"{what}: give a number, such as runtime.micro_batch=1, or use runtime.strategy=ddp")
     if world.device.type == "cuda":
@@ -48,8 +49,6 @@ def choose_micro_batch(
     else:
         room, spare = room_on_cpu(world), 0
         most = largest(lambda size: predict(size) <= room / 2, share)
-
-    params = [p for p in loss_module.parameters() if p.requires_grad]
 
     def fits(size: int) -> bool:
         """Whether a micro-batch in the middle of a step fits in memory here, with `spare` bytes left.

@@ -84,8 +84,7 @@ class Runtime:
     """That of RuntimeConfig."""
 
     def __str__(self) -> str:
-        exact = torch.are_deterministic_algorithms_enabled()
-        how = "" if exact else "; runs differ in rounding"
+        how = "" if torch.are_deterministic_algorithms_enabled() else "; runs differ in rounding"
         return f"{device_name(self.device)} in {str(self.dtype).removeprefix('torch.')}{how}"
 
     @property

@@ -35,6 +35,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from common.settings import UserError, decode
+from trainer.checkpoint import checkpoint_path
 from trainer.config import TrainConfig
 from trainer.loop import fit
 
@@ -149,14 +150,9 @@ def steps_of(run_dir):
     return sorted(int(path.name.removeprefix("step-")) for path in run_dir.glob("checkpoints/step-*[0-9]"))
 
 
-def checkpoint_of(run_dir, step):
-    """The folder of a checkpoint."""
-    return run_dir / "checkpoints" / f"step-{step:08}"
-
-
 def is_whole(run_dir, step):
     """Whether a checkpoint's files and their sums match its manifest."""
-    folder = checkpoint_of(run_dir, step)
+    folder = checkpoint_path(run_dir, step)
     try:
         sums = json.loads((folder / "manifest.json").read_text())["sha256"]
         files = content(folder)

@@ -5,11 +5,11 @@ import random
 import shutil
 
 import pytest
-from faults import assert_same, checkpoint_of, finish, is_whole, put_back, record, result, steps_of
+from faults import assert_same, finish, is_whole, put_back, record, result, steps_of
 from test_resume import snapshot
 
 from common.settings import UserError
-from trainer.checkpoint import open_checkpoint
+from trainer.checkpoint import checkpoint_path, open_checkpoint
 from trainer.loop import fit
 
 pytestmark = pytest.mark.usefixtures("restored_torch", "plain")
@@ -28,7 +28,7 @@ def config(quick):
     """A run of 6 steps, saved after 2, 4 and 6. The run as it is after step 4 is in the folder `start`."""
     config = quick({"max_steps": 6, "checkpoint": {"every": 2, "keep_last": 3}, "eval.every": 2})
     fit(config.model_copy(update={"stop_at": 4}))
-    assert sorted(path.name for path in checkpoint_of(config.run_dir, 4).iterdir()) == FILES
+    assert sorted(path.name for path in checkpoint_path(config.run_dir, 4).iterdir()) == FILES
     shutil.copytree(config.run_dir, config.run_dir.with_name("start"))
     return config
 
@@ -45,7 +45,7 @@ def begin(config):
     shutil.rmtree(config.run_dir, ignore_errors=True)
     shutil.copytree(config.run_dir.with_name("start"), config.run_dir)
     assert steps_of(config.run_dir) == [2, 4]
-    return checkpoint_of(config.run_dir, 4)
+    return checkpoint_path(config.run_dir, 4)
 
 
 def flip(path, rng):
@@ -105,8 +105,8 @@ def test_a_damaged_checkpoint_is_passed_over(config, expected, rng, capsys, dama
 
 
 def test_as_many_as_are_damaged_are_passed_over(config, expected, rng, capsys):
-    flip(checkpoint_of(config.run_dir, 4) / "random.safetensors", rng)
-    flip(checkpoint_of(config.run_dir, 6) / "optimizer.safetensors", rng)
+    flip(checkpoint_path(config.run_dir, 4) / "random.safetensors", rng)
+    flip(checkpoint_path(config.run_dir, 6) / "optimizer.safetensors", rng)
     fit(config)
     out, err = capsys.readouterr()
     assert [line.startswith("warning: ") for line in err.splitlines()] == [True, True]
@@ -117,7 +117,7 @@ def test_as_many_as_are_damaged_are_passed_over(config, expected, rng, capsys):
 def test_two_processes_pass_over_the_same(config, rng):
     finish(config, processes=2)
     expected = result(config.run_dir)
-    flip(checkpoint_of(config.run_dir, 6) / "model.safetensors", rng)
+    flip(checkpoint_path(config.run_dir, 6) / "model.safetensors", rng)
     assert "step-00000006/model.safetensors" in finish(config, processes=2).err
     assert_same(config.run_dir, expected)
 
@@ -125,7 +125,7 @@ def test_two_processes_pass_over_the_same(config, rng):
 @pytest.mark.usefixtures("expected")
 def test_none_whole_is_an_error_and_nothing_is_touched(config, rng, capsys):
     for step, name in (2, "optimizer.safetensors"), (4, "manifest.json"), (6, "model.safetensors"):
-        cut(checkpoint_of(config.run_dir, step) / name, rng)
+        cut(checkpoint_path(config.run_dir, step) / name, rng)
     before = snapshot(config.run_dir)
     for changes in ({}, {"resume": "never"}, {"max_steps": 9}):
         capsys.readouterr()
@@ -155,7 +155,7 @@ def test_killed_while_it_goes_on_a_whole_one_is_left(config, rng):
 @pytest.mark.parametrize("name", ["manifest.json", "state.json"])
 def test_no_bit_of_what_is_text_can_flip(config, rng, name):
     """A flipped bit in any byte is detected; with the bytes restored, the state is the same."""
-    newest = checkpoint_of(config.run_dir, 4)
+    newest = checkpoint_path(config.run_dir, 4)
     before, state = (newest / name).read_bytes(), open_checkpoint(newest).state
     for i in range(len(before)):
         changed = bytearray(before)

@@ -4,8 +4,7 @@ import json
 
 import pytest
 import ranks
-from test_fsdp import assert_same_checkpoint
-from test_torchrun import assert_same_steps
+from test_torchrun import assert_same_checkpoint, assert_same_steps
 
 from trainer.checkpoint import newest
 

@@ -5,21 +5,13 @@ import re
 import pytest
 import ranks
 import torch
-from safetensors.torch import load_file
-from test_torchrun import TORCHRUN, assert_same_steps
+from test_torchrun import TORCHRUN, assert_same_checkpoint, assert_same_steps
 
 from common.settings import UserError
 from trainer.checkpoint import newest
 from trainer.distributed import World
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
-
-
-def assert_same_checkpoint(a, b, tolerance):
-    """The same tensors, at most `tolerance` apart."""
-    for name in ("model", "optimizer"):
-        first, second = (load_file(checkpoint / f"{name}.safetensors") for checkpoint in (a, b))
-        torch.testing.assert_close(first, second, rtol=0, atol=tolerance)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from alone import open_run
-from test_fsdp import assert_same_checkpoint
+from test_torchrun import assert_same_checkpoint
 from torch.distributed import HashStore
 
 from common.settings import UserError

@@ -8,6 +8,7 @@ import ranks
 import torch
 from alone import open_run
 from faults import metrics
+from test_torchrun import assert_same_steps
 from torch import nn
 
 from common.memory import available_memory, out_of_memory
@@ -287,13 +288,6 @@ with join_world(runtime.device) as world:
         assert "give a number" in result.out
 
 
-def assert_same_losses(a, b):
-    for one, two in zip(metrics(a), metrics(b), strict=True):
-        assert one.keys() == two.keys()
-        for key in one.keys() & {"loss", "val_loss"}:
-            assert one[key] == pytest.approx(two[key], rel=0, abs=1e-5), one["step"]
-
-
 @pytest.fixture
 def room_for(monkeypatch):
     """Simulates a machine on which half of the memory is enough for so many sequences."""
@@ -321,7 +315,7 @@ def test_a_run_has_the_losses_of_any_other_micro_batch_and_keeps_what_was_chosen
     assert whole.out.count("runtime.micro_batch=auto: 3 of up to 4 sequences, in the 0.0 GB of ") == 1
     assert "1 of up to" not in rest.out
     assert "resuming" in rest.out
-    assert_same_losses(tmp_path / "one", tmp_path / "whole")
+    assert_same_steps(tmp_path / "one", tmp_path / "whole", tolerance=1e-5)
     a, b = (newest(tmp_path / name) for name in ("whole", "run"))
     assert open_checkpoint(a).state.micro_batch == open_checkpoint(b).state.micro_batch == 3
     for name in ("model.safetensors", "optimizer.safetensors"):

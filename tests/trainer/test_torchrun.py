@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import ranks
+import torch
 from faults import metrics
 from safetensors.torch import load_file
 
@@ -25,6 +26,13 @@ def assert_same_steps(a, b, tolerance):
         for key in one:
             scale = max(1, one[key]) if key == "grad_norm" else 1
             assert one[key] == pytest.approx(two[key], rel=0, abs=scale * tolerance), (one["step"], key)
+
+
+def assert_same_checkpoint(a, b, tolerance):
+    """The same tensors, at most `tolerance` apart."""
+    for name in ("model", "optimizer"):
+        first, second = (load_file(checkpoint / f"{name}.safetensors") for checkpoint in (a, b))
+        torch.testing.assert_close(first, second, rtol=0, atol=tolerance)
 
 
 def in_two_processes(*arguments):
@@ -159,10 +167,7 @@ def test_two_agents_end_with_the_weights_of_one_process(command, run_process, ar
     agent = [*TORCHRUN, *rendezvous, "--nproc_per_node=1", "train.py", *args]
     run_process(agent, agent)
     assert_same_steps(tmp_path / "one", tmp_path / "run", tolerance=1e-9)
-    one, two = (load_file(newest(tmp_path / name) / "model.safetensors") for name in ("one", "run"))
-    assert one.keys() == two.keys()
-    for name in one:
-        assert (one[name] - two[name]).abs().max() <= 1e-9, name
+    assert_same_checkpoint(newest(tmp_path / "one"), newest(tmp_path / "run"), tolerance=1e-9)
 
 
 MEMORY = """
