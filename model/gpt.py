@@ -6,7 +6,7 @@ model/position.py, and the memory of n-grams in model/ngrams.py.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -64,13 +64,14 @@ class MLPConfig(Settings, defaults="model/block/mlp"):
 
 
 BlockConfig = Annotated[GLUConfig | MLPConfig, Field(discriminator="name")]
-BLOCKS = get_args(get_args(BlockConfig)[0])
 
 
 class Block(nn.Module):
     """A residual block: attention, and what computes with its result."""
 
     attention: Attention
+    residual: Callable[[Tensor, Any, Positions, bool], tuple[Tensor, Any]]
+    """Computes `forward`, keeping all activations for the backward pass."""
 
     def forward(
         self,
@@ -82,10 +83,6 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Any]:
         """(B, T, n_embd) -> (B, T, n_embd), and the state."""
         return recomputing(recompute, self.residual)(x, state, positions, return_state)
-
-    def residual(self, x: Tensor, state: Any, positions: Positions, return_state: bool) -> tuple[Tensor, Any]:
-        """Compute `forward`, keeping all activations for the backward pass."""
-        raise NotImplementedError
 
     def initial_state(self, B: int, device: torch.device) -> Any:
         """The state of B texts before their first tokens, if it has one size."""
@@ -253,8 +250,7 @@ class GPTConfig(Settings):
         """
         if self.max_len is not None:
             raise ValueError(f"position: {setting} needs more than {self.max_len} learned positions: use others")
-        able = [cls for cls in ATTENTION if cls.constant_state]
-        able = [cls for cls in able if not (from_empty and "n_global" in cls.model_fields)]
+        able = [cls for cls in ATTENTION if cls.constant_state and not (from_empty and "n_global" in cls.model_fields)]
         names = [name for cls in able for name in variant_names(cls)]
 
         def check(layer: AttentionConfig) -> None:

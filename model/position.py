@@ -10,7 +10,7 @@ size of the state is constant, `initial_state(B, device)` returns the state of B
 None also stands for.
 """
 
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -19,6 +19,7 @@ from torch.nn.functional import logsigmoid
 
 from common.settings import Settings
 from model.layers import Embedding, Linear
+from model.ops.custom import accumulation_dtype
 from model.ops.documents import document_positions
 from model.ops.log_recurrence import log_recurrence
 
@@ -80,7 +81,7 @@ class LogRecurrencePosition(nn.Module):
 
     def initial_state(self, B: int, device: torch.device) -> Tensor:
         weight = self.dense.weight
-        return torch.zeros(B, weight.shape[1], dtype=torch.promote_types(weight.dtype, torch.float32), device=device)
+        return torch.zeros(B, weight.shape[1], dtype=accumulation_dtype(weight), device=device)
 
 
 class LearnedPosition(nn.Module):
@@ -122,7 +123,7 @@ class RotaryPosition(nn.Module):
     def forward(
         self, x: Tensor, state: Tensor | None = None, starts: Tensor | None = None
     ) -> tuple[Tensor, Rotation, Tensor]:
-        dtype = torch.promote_types(x.dtype, torch.float32)
+        dtype = accumulation_dtype(x)
         wide = dtype if state is None else torch.float64  # with a state, positions grow without limit
         pair = torch.arange(0, self.head_dim, 2, dtype=wide, device=x.device)
         t = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
@@ -191,4 +192,3 @@ class NoPositionConfig(Settings):
 PositionConfig = Annotated[
     LogRecurrenceConfig | LearnedConfig | RotaryConfig | NoPositionConfig, Field(discriminator="name")
 ]
-POSITIONS = get_args(get_args(PositionConfig)[0])

@@ -47,14 +47,14 @@ def _cat(*leaves: Any) -> Any:
     raise ValueError(f"states of different kinds: {', '.join(type(x).__name__ for x in leaves)}")
 
 
-def select_rows(state: Any, rows: Sequence[int] | slice) -> Any:
-    """Return a state with these rows, in this order. Rows can be repeated; those of a slice are views."""
+def select_rows(state: Any, rows: Sequence[int]) -> Any:
+    """Return a state with these rows, in this order. Rows can be repeated."""
 
     def select(x: Any) -> Any:
         if isinstance(x, Tensor):
-            return x[rows if isinstance(rows, slice) else torch.tensor(rows, device=x.device)]
+            return x[torch.tensor(rows, device=x.device)]
         if isinstance(x, tuple):
-            return x[rows] if isinstance(rows, slice) else tuple(x[row] for row in rows)
+            return tuple(x[row] for row in rows)
         return None
 
     return tree_map(select, state, is_leaf=_per_row)

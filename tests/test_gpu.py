@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from common.settings import decode
 from model.gpt import GPT, GPTConfig
 from model.ops import checks
-from model.ops.sparse_attention import document_attention, naive_sparse_attention, sparse_attention
+from model.ops.sparse_attention.attend import document_attention, sparse_attention
+from model.ops.sparse_attention.naive import naive_sparse_attention
 from model.ops.sparse_attention.patterns import CAUSAL, fixed, longformer, strided, window
 from tools import doctor
 from tools.bench.harness import composed

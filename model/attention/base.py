@@ -13,6 +13,7 @@ from common.settings import Settings
 from model.layers import FusedLinear, Linear
 from model.ops.causal_conv import causal_conv, init_conv, no_inputs
 from model.ops.log_attention.chunks import CHUNK
+from model.ops.sparse_attention.naive import masked_attention
 from model.position import NO_POSITIONS, Positions, Rotation, rotate
 
 _EPS = 1e-6  # of RMS norms: the type's own would be large in bfloat16
@@ -40,7 +41,7 @@ class AttentionSettings(Settings, defaults="attention_parts"):
     def build(self, n_embd: int, n_head: int, head_dim: int) -> "Attention":
         """Create the module."""
         attention = self.mechanism(n_embd, n_head, head_dim)
-        attention.add_parts(self, self.query_dim(head_dim))
+        attention.add_parts(self)
         return attention
 
     def check(self, n_head: int, head_dim: int) -> None:
@@ -48,10 +49,6 @@ class AttentionSettings(Settings, defaults="attention_parts"):
 
     def check_documents(self) -> None:
         """Raise a ValueError of one line if the mechanism cannot keep documents apart."""
-
-    def query_dim(self, head_dim: int) -> int:
-        """Return the number of features in a head's queries."""
-        return head_dim
 
 
 class GroupedSettings(AttentionSettings):
@@ -129,10 +126,11 @@ class Attention(nn.Module):
         self.n_head, self.n_out = n_head, n_out
         self.qkv = FusedLinear(n_embd, parts, n_group)
 
-    def add_parts(self, settings: AttentionSettings, query_dim: int) -> None:
+    def add_parts(self, settings: AttentionSettings) -> None:
         """Create the optional parts, which come after those of the mechanism."""
         n_embd, n_qkv, decay = self.qkv.in_features, self.qkv.out_features, getattr(settings, "decay", "none")
         self.conv = nn.Parameter(torch.empty(settings.conv * n_qkv)) if settings.conv else None
+        query_dim = self.qkv.parts[0] * self.qkv.n_group // self.n_head
         scales = (nn.Parameter(torch.empty(query_dim)) if settings.qk_norm else None for _ in range(2))
         self.q_scale, self.k_scale = scales
         self.gate = Linear(n_embd, self.n_out) if settings.gate != "none" else None
@@ -168,7 +166,7 @@ class Attention(nn.Module):
         seen, state = state if self.conv is not None and state is not None else (None, state)
         features, seen = self.features(x, seen, starts)
         y, state = self.mix(x, features, positions, state, return_state)
-        y = self._gated(x, y)
+        y = y if self.gate is None else y * self.gate_function(self.gate(x))
         if not return_state:
             return y, None
         return y, state if self.conv is None else (seen, state)
@@ -200,9 +198,6 @@ class Attention(nn.Module):
             return Forgetting(log_f, starts)
         log_f = x.new_zeros(len(x), self.n_head, x.shape[1], 1) if log_f is None else log_f
         return Forgetting(log_f.masked_fill(starts[:, None, :, None], -torch.inf))
-
-    def _gated(self, x: Tensor, y: Tensor) -> Tensor:
-        return y if self.gate is None else y * self.gate_function(self.gate(x))
 
     def project(self, features: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, n_qkv) -> q, k, v (B, heads, T, features), with q and k normalised and rotated."""
@@ -251,6 +246,9 @@ class MultiHeadAttention(Attention):
     def repeated(self, x: Tensor) -> Tensor:
         """(B, n_kv_head, T, D) -> (B, n_head, T, D): the key or value head of each query head."""
         return x.repeat_interleave(self.n_head // self.n_kv_head, dim=1)
+
+    def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
+        return masked_attention(q, k, v, self.mask(q.shape[2]), log_f)
 
     def flops_per_token(self, seq_len: int) -> int:
         """Scores and their product with the values. On average a causal token attends to half of the sequence."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from model.ops.sparse_attention import document_attention
+from model.ops.sparse_attention.attend import document_attention
 from model.ops.sparse_attention.patterns import CAUSAL, Pattern, needed_keys, reach_of
 from model.position import last_positions
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from model.attention.base import AttentionSettings, Forgetting, MultiHeadAttention
+from model.ops.custom import accumulation_dtype
 from model.ops.linear_attention import LinearAttentionState, linear_attention, naive_linear_attention
 
 
@@ -36,7 +37,7 @@ class LinearAttention(MultiHeadAttention):
         return linear_attention(q, k, v, state, forgetting.log_f)
 
     def empty(self, B: int, device: torch.device) -> LinearAttentionState:
-        dtype = torch.promote_types(self.qkv.weight.dtype, torch.float32)
+        dtype = accumulation_dtype(self.qkv.weight)
         S = torch.zeros(B, self.n_head, self.head_dim, self.head_dim, dtype=dtype, device=device)
         return LinearAttentionState(S, S[..., 0].clone())
 

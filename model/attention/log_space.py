@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from model.attention.base import Attention, AttentionSettings, Forgetting
+from model.ops.custom import accumulation_dtype
 from model.ops.gates import forgotten
 from model.ops.log_attention import LogAttentionState, log_attention, naive_log_attention, split_signs
 from model.ops.log_attention.state import empty_state
@@ -107,7 +108,7 @@ class LogSpaceSignedAttention(LogSpaceAttention):
     ) -> tuple[Tensor, LogAttentionState | None]:
         dtype = v.dtype
         # Not in 16 bits: rounding log v costs more than rounding v.
-        v = _away_from_zero(v.to(torch.promote_types(dtype, torch.float32)))
+        v = _away_from_zero(v.to(accumulation_dtype(v)))
         log_y, after = super().attend(q, k, split_signs(v.abs().log(), v.sign()), forgetting, state, return_state)
         positive, negative = log_y.exp().chunk(2, dim=-1)
         return (positive - negative).to(dtype), after

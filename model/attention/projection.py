@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from model.attention.base import Forgetting, GroupedSettings, MultiHeadAttention
 from model.attention.cache import KVCache, attend_to_all
+from model.ops.custom import accumulation_dtype
 from model.ops.projection_attention import inner_keys, inner_queries, naive_projection_attention, padded_values
 from model.position import Rotation, rotate
 
@@ -52,8 +53,7 @@ class ProjectionAttention(MultiHeadAttention):
         if self.log_sigma is not None:
             return self.log_sigma.exp()
         weight = self.qkv.weight
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        return torch.full((self.n_head,), self.first_sigma, dtype=dtype, device=weight.device)
+        return weight.new_full((self.n_head,), self.first_sigma, dtype=accumulation_dtype(weight))
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, forgetting: Forgetting, state: Any, return_state: bool

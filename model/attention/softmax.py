@@ -15,8 +15,8 @@ from common.console import say_once
 from common.settings import UserError
 from model.attention.base import Forgetting, GroupedSettings, MultiHeadAttention
 from model.attention.cache import attend_to_all
-from model.ops.custom import aligned, assume_constant_result, running_sum
-from model.ops.sparse_attention import forgetting_attention, masked_attention
+from model.ops.custom import accumulation_dtype, aligned, assume_constant_result, running_sum
+from model.ops.sparse_attention.attend import forgetting_attention
 
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -65,7 +65,7 @@ class SoftmaxAttention(MultiHeadAttention):
             if y is not None:
                 return y, None
         if log_f is not None:  # in float32 or float64: rounded scores would leave nothing of the gates' gradients
-            wide = torch.promote_types(q.dtype, torch.float32)
+            wide = accumulation_dtype(q)
             with torch.autocast(q.device.type, enabled=False):
                 q_k_v = q.to(wide), k.to(wide), v.to(wide)
                 y, after = self._attend_and_forget(*q_k_v, state, return_state, log_f, starts)
@@ -96,9 +96,6 @@ class SoftmaxAttention(MultiHeadAttention):
         q, k, v = (aligned(x, self.head_dim + 4) for x in (q, k, v))
         y, after = attend_to_all(cache, q, k, v, return_state, starts, scale=self.head_dim**-0.5)
         return y[..., : self.head_dim], (after, a[:, :, -1:])
-
-    def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
-        return masked_attention(q, k, v, self.mask(q.shape[2]), log_f)
 
 
 @assume_constant_result

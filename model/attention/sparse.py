@@ -1,6 +1,6 @@
 """Sparse softmax attention: sliding windows (Beltagy et al. 2020), strided and fixed patterns (Child et al. 2019)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from model.attention.base import Forgetting, GroupedSettings, MultiHeadAttention
 from model.attention.cache import SparseCache
 from model.ops.custom import disable
-from model.ops.sparse_attention import document_attention, masked_attention, sparse_attention
+from model.ops.sparse_attention.attend import document_attention, sparse_attention
 from model.ops.sparse_attention.patterns import Pattern, fixed, is_by_distance, pattern_mask, strided, window
 from model.position import last_positions
 
@@ -49,15 +49,13 @@ class _TwoSetsConfig(GroupedSettings):
 
     merge: bool
     """true: every head attends to A1 and A2; false: even heads attend to A1, odd heads to A2."""
+    pattern: ClassVar[Callable[..., Pattern]]
+    """(self, which) -> the keys in "A1", "A2" or "both"."""
 
     def check(self, n_head: int, head_dim: int) -> None:
         super().check(n_head, head_dim)
         if n_head == 1 and not self.merge:
             raise ValueError("n_head=1 leaves no head for A2: set merge=true, or use more heads")
-
-    def pattern(self, which: str) -> Pattern:
-        """The keys in "A1", "A2" or "both"."""
-        raise NotImplementedError
 
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "SparseAttention":
         patterns = [self.pattern(which) for which in (["both"] if self.merge else ["A1", "A2"])]
@@ -149,9 +147,6 @@ class SparseAttention(MultiHeadAttention):
             if 0 < 2 * len(seen) < k.shape[2]:  # copying these keys costs less than reading all
                 k, v, mask = (x.index_select(dim, seen) for x, dim in ((k, 2), (v, 2), (mask, 3)))
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=k.shape[1] < q.shape[1]), after
-
-    def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
-        return masked_attention(q, k, v, self.mask(q.shape[2]))
 
     def mask(self, T: int) -> Tensor:
         t = torch.arange(T, device=self.qkv.weight.device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import elu, pad
 
-from model.ops.custom import running_sum
+from model.ops.custom import accumulation_dtype, running_sum
 from model.ops.gates import NO_GATES, check_gates, forgotten, gates_of, times
 from model.ops.log_attention.chunks import CHUNK
 
@@ -61,7 +61,7 @@ def linear_attention(
     if not (q.dim() == v.dim() == 4 and q.shape == k.shape and q.shape[:3] == v.shape[:3] and q.numel() and v.numel()):
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
         raise ValueError(f"{shapes} do not match (B, H, T, d), (B, H, T, d), (B, H, T, d_v), each at least 1")
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = accumulation_dtype(q)
     if log_f is not None:
         check_gates(log_f, q)
     with torch.autocast(q.device.type, enabled=False):

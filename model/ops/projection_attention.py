@@ -13,7 +13,7 @@ For unit-norm keys this is softmax attention with scale 1 / sigma^2.
 import torch
 from torch import Tensor
 
-from model.ops.custom import aligned
+from model.ops.custom import accumulation_dtype, aligned
 
 
 def naive_projection_attention(q: Tensor, k: Tensor, v: Tensor, sigma: Tensor, mask: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def inner_keys(k: Tensor) -> Tensor:
     This takes two features, the rounded number and the rounding error: the number can be large, and a relative error of
     2^-9 in bfloat16 would be an error of the exponent. Alignment needs the second feature anyway.
     """
-    exact = -k.to(torch.promote_types(k.dtype, torch.float32)).square().sum(-1, keepdim=True) / 2  # (B, H, S, 1)
+    exact = -k.to(accumulation_dtype(k)).square().sum(-1, keepdim=True) / 2  # (B, H, S, 1)
     norm = exact.to(k.dtype)
     rest = (exact - norm).detach().to(k.dtype)
     return aligned(torch.cat([k, norm, rest], dim=-1), k.shape[-1] + 2)

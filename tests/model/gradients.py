@@ -37,7 +37,8 @@ def naive(module, x, rotation=None):
     y = attend(module.features(x)[0])
     if isinstance(module, LongformerAttention):  # global tokens have projections of their own
         y = torch.cat([attend(module.qkv_global(x))[:, :, : module.n_global], y[:, :, module.n_global :]], dim=2)
-    return module._gated(x, module.join(y, rotation))
+    y = module.join(y, rotation)
+    return y if module.gate is None else y * module.gate_function(module.gate(x))
 
 
 def with_gradients(y, leaves):

@@ -1,6 +1,6 @@
-"""GPT-2's block with every combination of its optional parts, against its definition, in float64.
+"""Blocks against their definition: GPT-2's with every combination of its optional parts, and the published linear unit.
 
-Its convolutions in pieces, batches, documents and compiled code are in test_ngrams.py.
+Convolutions in pieces, batches, documents and compiled code are in test_ngrams.py.
 """
 
 import functools
@@ -9,10 +9,11 @@ import pytest
 import torch
 from gradients import assert_all_close, naive, with_gradients
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.nn.functional import glu, linear
 
 from common.settings import decode
 from model.gpt import GPT, GPTConfig
+from model.layers import gated_linear
 from model.ops.causal_conv import causal_conv
 
 ACTIVATIONS = {
@@ -103,14 +104,6 @@ def test_a_block_starts_as_the_identity_and_convolutions_see_the_order_of_tokens
         assert 0.4 < beside_identity.abs().max() <= 0.5
 
 
-def test_what_the_convolutions_read_adds_up_to_a_state_of_constant_size():
-    gpt = gpt_of({"conv": 4})
-    sizes = [sum(x.numel() for x in tree_leaves(gpt(ids(T), return_state=True)[1].layers)) for T in (1, 2, 50)]
-    seen = 2 * 2 * 3 * (12 + 12)  # layers, rows, tokens before this one, features
-    kept = 2 * 2 * 2 * (6 * 6 + 6)  # layers, rows, heads, log_s and log_z
-    assert sizes == [seen + kept] * 3
-
-
 def test_convolutions_have_autocasts_type():
     x, weight = torch.randn(2, 30, 5), torch.randn(20)
     with torch.autocast("cpu", torch.bfloat16):
@@ -118,3 +111,34 @@ def test_convolutions_have_autocasts_type():
     assert (y.dtype, seen.dtype) == (torch.bfloat16, torch.bfloat16)
     wanted, sizes = convolved(x.double(), weight.double()), convolved(x.double().abs(), weight.double().abs())
     assert ((y - wanted).abs() <= 6 * 2**-9 * sizes).all()  # x and w are rounded, and each of four sums
+
+
+def gated_inputs(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(*s, generator=generator, dtype=dtype).requires_grad_() for s in ((2, 5, 14), (3, 7))]
+
+
+@pytest.mark.gpu
+def test_gated_linear_equals_the_definition_with_gradients():
+    x, weight = gated_inputs()
+    wanted = linear(glu(x), weight)
+    torch.testing.assert_close(gated_linear(x, weight), wanted)
+    g = torch.randn(wanted.shape, dtype=wanted.dtype)
+    got, right = (torch.autograd.grad(y, (x, weight), g) for y in (gated_linear(x, weight), wanted))
+    torch.testing.assert_close(got, right)
+
+
+def test_gated_linear_keeps_only_its_inputs():
+    kept = []
+    x, weight = gated_inputs()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        gated_linear(x, weight)
+    assert [t.data_ptr() for t in kept] == [x.data_ptr(), weight.data_ptr()]
+
+
+def test_gated_linear_has_autocasts_type_in_both_passes():
+    x, weight = gated_inputs(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = gated_linear(x, weight)
+    assert y.dtype == torch.bfloat16
+    assert {g.dtype for g in torch.autograd.grad(y.sum(), (x, weight))} == {torch.float32}

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
 from types import SimpleNamespace
 
 import fake_checks
@@ -20,7 +19,7 @@ from model.ops import checks, log_attention
 from model.ops.checks import Wrong, failed_check, separate_compiled_code
 from model.ops.kernels import _fastest_on_gpu
 from model.ops.log_attention import check as log_attention_check
-from model.ops.sparse_attention import attend, document_attention, sparse_attention
+from model.ops.sparse_attention import attend
 from model.ops.sparse_attention import check as sparse_attention_check
 
 AGAIN = "to check again, remove log_gpt/checks/"
@@ -191,6 +190,11 @@ def test_wrong_numbers_of_a_process_are_a_reason(kept):
     assert why.startswith("failed a check: y is off by 1.0e-03")
 
 
+def judged(right, message):
+    """A check passes, or fails with this message."""
+    return contextlib.nullcontext() if right else pytest.raises(Wrong, match=message)
+
+
 @pytest.mark.parametrize("change", [1.0, 1.01])
 @pytest.mark.parametrize("gates", [False, True], ids=["", "gates"])
 def test_the_check_of_log_attention_tells_right_from_wrong(monkeypatch, gates, change):
@@ -201,12 +205,8 @@ def test_the_check_of_log_attention_tells_right_from_wrong(monkeypatch, gates, c
 
     monkeypatch.setitem(log_attention.BACKENDS, "triton", form)
     dtypes, sizes = (["float32"] * 4, [4, 4, 3, 1]) if gates else (["float32"] * 3, [4, 4, 3])
-    check = partial(log_attention_check.check, "cpu", dtypes, sizes, lengths=(70,))
-    if change == 1:
-        check()
-    else:
-        with pytest.raises(Wrong, match=r"^log_y is off by .* \(no state, deviation 1, 70 tokens\)$"):
-            check()
+    with judged(change == 1, r"^log_y is off by .* \(no state, deviation 1, 70 tokens\)$"):
+        log_attention_check.check("cpu", dtypes, sizes, lengths=(70,))
 
 
 @pytest.mark.slow
@@ -261,15 +261,12 @@ def test_the_check_of_flex_attention_tells_right_from_wrong(monkeypatch, change,
 
     def tiles(q, k, v, pattern, starts):
         documents = {} if starts is None else {"starts": starts}
-        attention = sparse_attention if starts is None else document_attention
+        attention = attend.sparse_attention if starts is None else attend.document_attention
         return attention(q * change, k, v, [pattern], **documents)
 
     monkeypatch.setattr(attend, "_by_flex_attention", tiles)
-    if change == 1:
+    with judged(change == 1, r"^y is off by .* \(window\)$"):
         sparse_attention_check.check("cpu", dtype, 16, T=140)
-    else:
-        with pytest.raises(Wrong, match=r"^y is off by .* \(window\)$"):
-            sparse_attention_check.check("cpu", dtype, 16, T=140)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -280,23 +277,12 @@ def test_the_check_of_attention_that_forgets_tells_right_from_wrong(eager_flex, 
     monkeypatch.setattr(
         attend, "_forgetting", lambda q, k, log_f: right(q, k, log_f.detach() + 0 * log_f if wrong else log_f)
     )
-    if wrong:
-        with pytest.raises(Wrong, match=r"^the gradient of log_f is off by .* \(gates\)$"):
-            sparse_attention_check.check("cpu", dtype, 16, T=140, forgets=True)
-    else:
+    with judged(not wrong, r"^the gradient of log_f is off by .* \(gates\)$"):
         sparse_attention_check.check("cpu", dtype, 16, T=140, forgets=True)
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """A fake GPU."""
-    facts = SimpleNamespace(name="NVIDIA Test", major=10, minor=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-
-
 @pytest.mark.parametrize("failure", [None, "failed a check: its process crashed (SIGABRT)"])
-def test_kernels_are_used_where_they_pass(gpu, kept, monkeypatch, capsys, failure):
+def test_kernels_are_used_where_they_pass(fake_gpu, kept, monkeypatch, capsys, failure):
     runs = []
     monkeypatch.setattr(checks, "_run", lambda *arguments: (runs.append(arguments), (failure, ""))[1])
     monkeypatch.setattr(attend, "_by_flex_attention", lambda *_, **__: "by flex")

@@ -17,7 +17,9 @@ from model.ops.linear_cross_entropy import summed_loss, token_losses
 from model.ops.log_attention import log_attention, naive_log_attention
 from model.ops.log_recurrence import log_recurrence, naive_log_recurrence
 from model.ops.projection_attention import inner_keys, inner_queries, naive_projection_attention, padded_values
-from model.ops.sparse_attention import attend, naive_sparse_attention, sparse_attention
+from model.ops.sparse_attention import attend
+from model.ops.sparse_attention.attend import sparse_attention
+from model.ops.sparse_attention.naive import naive_sparse_attention
 from model.ops.sparse_attention.patterns import window
 
 T = 6
@@ -140,15 +142,7 @@ def twice_of_a_sum(f, inputs, tangents):
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize(
     "derivative",
-    [
-        by_forward_mode,
-        by_jvp,
-        by_jvp_outside_of_jvp,
-        by_grad,
-        by_grad_in_vmap,
-        twice,
-        twice_of_a_sum,
-    ],
+    [by_forward_mode, by_jvp, by_jvp_outside_of_jvp, by_grad, by_grad_in_vmap, twice, twice_of_a_sum],
     ids=lambda f: f.__name__,
 )
 def test_derivatives_are_the_definitions_or_refused(name, derivative):

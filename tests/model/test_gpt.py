@@ -1,6 +1,7 @@
 """The model: attention, block and position in all pairs; weights; sizes."""
 
 import itertools
+from typing import get_args
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ from pydantic import ValidationError
 
 from common.settings import variant_names
 from model.attention import ATTENTION
-from model.gpt import BLOCKS, GPT, GPTConfig
-from model.position import POSITIONS
+from model.gpt import GPT, BlockConfig, GPTConfig
+from model.position import PositionConfig
 
+BLOCKS, POSITIONS = (get_args(get_args(part)[0]) for part in (BlockConfig, PositionConfig))
 CHOICES = [  # all pairs of two parts
     {
         "attention": variant_names(a)[0],

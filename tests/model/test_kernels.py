@@ -5,12 +5,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from common.console import say_once
 from model.ops import custom
 from model.ops import log_attention as operator
 from model.ops.kernels import _fastest_on_gpu
@@ -29,16 +27,6 @@ OPERATORS = {
 }
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """A fake GPU with adjustable properties."""
-    facts = SimpleNamespace(name="NVIDIA Test", major=9, minor=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    say_once.cache_clear()
-    return facts
-
-
 @pytest.mark.parametrize(
     ("major", "dtype", "d_k", "backend"),
     [
@@ -52,8 +40,8 @@ def gpu(monkeypatch):
         (7, torch.bfloat16, 32, "chunked"),
     ],
 )
-def test_auto_takes_triton_on_the_gpus_that_it_fits(gpu, monkeypatch, capsys, major, dtype, d_k, backend):
-    gpu.major = major
+def test_auto_takes_triton_on_the_gpus_that_it_fits(fake_gpu, monkeypatch, capsys, major, dtype, d_k, backend):
+    fake_gpu.major = major
     monkeypatch.setattr("model.ops.kernels.failed_check", lambda *_, **__: None)
     arguments = "log attention", *FORMS, operator._check, operator._why_not_triton, 0, *[(dtype, d_k)] * 3
     assert [_fastest_on_gpu(*arguments) for _ in range(2)] == [backend] * 2
@@ -62,12 +50,12 @@ def test_auto_takes_triton_on_the_gpus_that_it_fits(gpu, monkeypatch, capsys, ma
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_auto_is_plain_torch_on_a_cpu(gpu, name):
+def test_auto_is_plain_torch_on_a_cpu(fake_gpu, name):
     assert torch.equal(OPERATORS[name](), OPERATORS[name](backend="chunked"))
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_a_backend_that_cannot_be_is_refused_in_one_line(gpu, monkeypatch, name):
+def test_a_backend_that_cannot_be_is_refused_in_one_line(fake_gpu, monkeypatch, name):
     with pytest.raises(ValueError, match=r"^backend='fast' does not exist: choose one of auto, .*chunked, triton$"):
         OPERATORS[name](backend="fast")
     with pytest.raises(ValueError, match=r"^backend='triton' needs an NVIDIA GPU .* on cpu; use backend='chunked'"):

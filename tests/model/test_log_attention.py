@@ -12,12 +12,7 @@ from safetensors.torch import load_file
 from torch.profiler import ProfilerActivity, profile
 
 from model.attention.log_space import LogSpaceConfig
-from model.ops.log_attention import (
-    BACKENDS,
-    LogAttentionState,
-    log_attention,
-    naive_log_attention,
-)
+from model.ops.log_attention import BACKENDS, LogAttentionState, log_attention, naive_log_attention
 from model.ops.log_attention.chunks import CHUNK
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "published_log_attention.safetensors"

@@ -103,10 +103,8 @@ def test_with_a_rotary_position_the_text_may_begin_anywhere(values):
 @pytest.mark.parametrize("head_dim", [6, 64])
 def test_the_fused_kernel_takes_it(values, n_kv_head, head_dim):
     """It runs when the form with T x T weights is forbidden."""
-    attention, x = (
-        build(torch.float32, head_dim=head_dim, values=values, n_kv_head=n_kv_head),
-        tokens(50, torch.float32),
-    )
+    attention = build(torch.float32, head_dim=head_dim, values=values, n_kv_head=n_kv_head)
+    x = tokens(50, torch.float32)
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
         attention(x)[0].sum().backward()
     assert x.grad.isfinite().all()

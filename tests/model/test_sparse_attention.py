@@ -11,11 +11,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from common.console import say_once
 from common.settings import decode
-from model.attention.longformer import LongformerAttention, LongformerConfig
+from model.attention.longformer import LongformerConfig
 from model.attention.sparse import FixedConfig, SlidingWindowConfig, StridedConfig
 from model.gpt import GPT, GPTConfig
-from model.ops.sparse_attention import attend, naive_sparse_attention, sparse_attention
+from model.ops.sparse_attention import attend
 from model.ops.sparse_attention import check as sparse_attention_check
+from model.ops.sparse_attention.attend import sparse_attention
+from model.ops.sparse_attention.naive import naive_sparse_attention
 from model.ops.sparse_attention.patterns import CAUSAL, fixed, is_causal, longformer, pattern_mask, strided, window
 from model.ops.sparse_attention.tiles import tiles_of
 
@@ -300,12 +302,15 @@ def build(name):
     return CONFIGS[name].build(8, 4, 6).double()
 
 
+def gpt_of(block="glu", **attention):
+    sizes = {"n_vocab": 16, "n_layer": 1, "n_head": 4, "head_dim": 6, "n_embd": 8}
+    parts = {"block": {"name": block}, "position": {"name": "none"}, "attention": attention}
+    return GPT(decode(GPTConfig, sizes | parts))
+
+
 @pytest.mark.parametrize("block", ["glu", "mlp"])
 def test_global_projections_begin_equal_to_the_others(block):
-    sizes = {"n_vocab": 16, "n_layer": 1, "n_head": 4, "head_dim": 6, "n_embd": 8}
-    attention = {"name": "longformer", "window": 4, "n_global": 3}
-    parts = {"block": {"name": block}, "position": {"name": "none"}, "attention": attention}
-    (module,) = (m for m in GPT(decode(GPTConfig, sizes | parts)).modules() if isinstance(m, LongformerAttention))
+    module = gpt_of(block, name="longformer", window=4, n_global=3).blocks[0].attention
     assert torch.equal(module.qkv.weight, module.qkv_global.weight)
     assert torch.equal(module.qkv.bias, module.qkv_global.bias)
     assert module.qkv.weight is not module.qkv_global.weight
@@ -313,12 +318,7 @@ def test_global_projections_begin_equal_to_the_others(block):
 
 def test_flops_count_global_projections_for_global_tokens_alone():
     """4 of 100 tokens meet them; with all global, all do."""
-    sizes = {"n_vocab": 16, "n_layer": 1, "n_head": 4, "head_dim": 6, "n_embd": 8}
-    parts = {"block": {"name": "glu"}, "position": {"name": "none"}}
-    gpts = [
-        GPT(decode(GPTConfig, {**sizes, **parts, "attention": {"name": name, "window": 5, **more}}))
-        for name, more in [("longformer", {"n_global": 4}), ("sliding_window", {})]
-    ]
+    gpts = gpt_of(name="longformer", window=5, n_global=4), gpt_of(name="sliding_window", window=5)
     longformer, plain = (gpt.flops_per_token(100) for gpt in gpts)
     keys = build("longformer").mask(100).sum().item() - build("sliding_window").mask(100).sum().item()
     assert longformer - plain == pytest.approx(6 * 8 * 3 * 4 * 6 * 4 / 100 + 3 * 4 * 4 * 6 * keys / 100, abs=6)
@@ -353,19 +353,21 @@ def test_bad_settings_are_refused(config, raw, message):
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "n_head", "message"),
     [
-        (SlidingWindowConfig(name="sliding_window", window=[4, 5]), "window lists 2 for n_head=4: give one for each"),
-        (SlidingWindowConfig(name="sliding_window", dilation=[1] * 5), "dilation lists 5 for n_head=4"),
+        (
+            SlidingWindowConfig(name="sliding_window", window=[4, 5]),
+            4,
+            "window lists 2 for n_head=4: give one for each",
+        ),
+        (SlidingWindowConfig(name="sliding_window", dilation=[1] * 5), 4, "dilation lists 5 for n_head=4"),
+        (StridedConfig(name="strided"), 1, "n_head=1 leaves no head for A2: set merge=true"),
     ],
 )
-def test_what_does_not_go_together_is_refused(config, message):
+def test_what_does_not_go_together_is_refused(config, n_head, message):
     with pytest.raises(ValueError, match=message):
-        config.check(4, 2)
+        config.check(n_head, 2)
 
 
-@pytest.mark.parametrize("config", [StridedConfig(name="strided"), FixedConfig(name="fixed")])
-def test_one_head_cannot_take_turns(config):
-    with pytest.raises(ValueError, match="n_head=1 leaves no head for A2: set merge=true"):
-        config.check(1, 8)
-    config.model_copy(update={"merge": True}).check(1, 8)
+def test_one_head_attends_to_both_sets():
+    StridedConfig(name="strided", merge=True).check(1, 8)

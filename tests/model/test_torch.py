@@ -1,33 +1,24 @@
 """The model with PyTorch's features: compiled, under autocast, with recomputed activations."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from gradients import KERNEL
+from test_gpt import ids, tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPT
 from model.ops.linear_cross_entropy import _summed_loss
 from model.ops.log_attention import log_attention
 from model.ops.log_attention.chunked import _attend, _attend_backward
 from model.ops.log_attention.triton import _attend as _attend_triton
 from model.ops.log_recurrence import _recur, _recur_backward
 
-ROOT = Path(__file__).resolve().parents[2]
-PARTS = {"attention": {"name": "log_space"}, "block": {"name": "mlp"}, "position": {"name": "log_recurrence"}}
 
-
-def build(**sizes):
+def build():
     torch.manual_seed(0)
-    gpt = GPT(GPTConfig(**{"n_vocab": 11, "n_layer": 2, "n_head": 3, "n_embd": 12, **PARTS, **sizes}))
-    return gpt.to(ids().device)
-
-
-def ids(T=70):
-    return torch.randint(11, (2, T), generator=torch.Generator().manual_seed(1))
+    return GPT(tiny(block={"name": "mlp"})).to(ids(1).device)
 
 
 def loss_and_gradients(gpt, loss):
@@ -132,10 +123,10 @@ def test_the_backward_pass_may_have_another_number_of_threads():
 def test_sums_stay_float32_under_autocast(device):
     """The result differs from float32 by what bfloat16 does to the linear layers: 8 bits in each of a few."""
     gpt = build()
-    exact = gpt.loss(ids()[:, :-1], ids()[:, 1:])
+    exact = gpt.loss(ids(70)[:, :-1], ids(70)[:, 1:])
     with torch.autocast(device.type, dtype=torch.bfloat16):
-        _, state = gpt(ids(), return_state=True)
-        loss = gpt.loss(ids()[:, :-1], ids()[:, 1:])
+        _, state = gpt(ids(70), return_state=True)
+        loss = gpt.loss(ids(70)[:, :-1], ids(70)[:, 1:])
     assert {x.dtype for layer in state.layers for x in layer} == {torch.float32}
     assert state.position.dtype == torch.float32
     assert loss.item() != exact.item()
@@ -148,7 +139,7 @@ def test_sums_stay_float32_under_autocast(device):
 def test_deterministic_algorithms_are_enough():
     gpt = build()
     torch.use_deterministic_algorithms(True)
-    results = [loss_and_gradients(gpt, gpt.loss(ids()[:, :-1], ids()[:, 1:])) for _ in range(2)]
+    results = [loss_and_gradients(gpt, gpt.loss(ids(70)[:, :-1], ids(70)[:, 1:])) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

@@ -15,7 +15,7 @@ from common.console import say
 from common.settings import UserError
 from model.ops.kernels import why_not_triton
 from model.ops.log_attention import log_attention, naive_log_attention
-from model.ops.sparse_attention import sparse_attention
+from model.ops.sparse_attention.attend import sparse_attention
 from model.ops.sparse_attention.patterns import fixed, longformer, strided, window
 from tools.bench.harness import Row, attempt, in_turn, profiled
 

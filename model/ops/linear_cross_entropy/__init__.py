@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from model.ops.checks import Tensors, compare
-from model.ops.custom import as_autocast, refuse_second_order, refuse_transforms
+from model.ops.custom import accumulation_dtype, as_autocast, refuse_second_order, refuse_transforms
 from model.ops.kernels import choose_form
 
 _ITSELF, _OTHER = "summed_loss", "token_losses(...).sum()"
@@ -38,7 +38,7 @@ def token_losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float | None =
     losses = []
     for x_n, target in zip(*(tensor.split(_tokens(weight, 2)) for tensor in (x, targets)), strict=True):
         logits = x_n @ weight.T
-        logits = capped(logits.to(torch.promote_types(logits.dtype, torch.float32)), cap)
+        logits = capped(logits.to(accumulation_dtype(logits)), cap)
         losses.append(cross_entropy(logits, target.clamp(min=-1), ignore_index=-1, reduction="none"))
     return torch.cat(losses)
 
@@ -101,7 +101,7 @@ def _by_torch(logits: Tensor, targets: Tensor, n_vocab: int, wanted: bool, cap: 
 
     Some rows at a time, so that what is computed of them in float32 takes little memory, and stays in a CPU's cache.
     """
-    acc = torch.promote_types(logits.dtype, torch.float32)
+    acc = accumulation_dtype(logits)
     size, losses = _tokens(logits.T, PARTS.get(logits.device.type, PARTS["cuda"])), []
     for rows, target in zip(logits.split(size), targets.split(size), strict=True):
         target, seen = target.clamp(min=0).unsqueeze(1), (target >= 0).unsqueeze(1)
@@ -130,7 +130,7 @@ def _tokens(weight: Tensor, share: int = 1) -> int:
 
 
 def _empty_results(x: Tensor, weight: Tensor, wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
-    acc = torch.promote_types(x.dtype, torch.float32)
+    acc = accumulation_dtype(x)
     loss = x.new_empty((), dtype=acc)
     if not wanted:
         return loss, x.new_empty(0), loss.new_empty(0)

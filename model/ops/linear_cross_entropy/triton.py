@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from model.ops.custom import accumulation_dtype
+
 _BLOCK = 4096  # logits at a time
 _NOTHING = tl.constexpr(float("-inf"))
 
@@ -17,7 +19,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, n_vocab: int, wanted: bool, 
             on, and for targets that are not counted.
         targets: (N,), from 0 to n_vocab - 1; negative targets are not counted, and others give NaN.
     """
-    losses = logits.new_empty(len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
+    losses = logits.new_empty(len(logits), dtype=accumulation_dtype(logits))
     wide, block = losses.dtype == torch.float64, min(_BLOCK, triton.next_power_of_2(logits.shape[1]))
     with torch.cuda.device_of(logits):  # kernels are launched on the current device
         cross_entropy_kernel[(len(logits),)](

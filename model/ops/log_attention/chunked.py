@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from model.ops.custom import refuse_second_order, refuse_transforms
+from model.ops.custom import accumulation_dtype, refuse_second_order, refuse_transforms
 from model.ops.gates import log_f_gradient, times
 from model.ops.log_attention import exact
 from model.ops.log_attention.chunks import CHUNK, batches, block_chunks, blocks, write
@@ -44,7 +44,7 @@ from model.ops.log_attention.exponentials import (
     log_of_scaled,
     queries,
 )
-from model.ops.log_attention.state import LogAttentionState, accumulation_dtype, empty_state
+from model.ops.log_attention.state import LogAttentionState, empty_state
 
 NAMES = "log_attention", "backend='naive'"  # the operator, and the form that has all derivatives
 

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+
+from model.ops.custom import accumulation_dtype, in_chunks
 
 CHUNK = 64  # tokens: C x C scores and d_k x d_v states then cost about the same at head sizes from 32 to 128
 # Elements of a temporary on a CPU, so that a step fits into its cache. Other devices process all chunks at once.
@@ -13,10 +14,7 @@ BLOCK = 2**19
 
 def split(x: Tensor, C: int, fill: float) -> Tensor:
     """(B, H, T, D) -> (N, B, H, C, D), N = ceil(T / C): a view, unless the last chunk must be padded."""
-    missing = -x.shape[2] % C
-    if missing:
-        x = pad(x, (0, 0, 0, missing), value=fill)
-    return x.unflatten(2, (-1, C)).permute(2, 0, 1, 3, 4)
+    return in_chunks(x, C, fill).permute(2, 0, 1, 3, 4)
 
 
 def write(place: Tensor, chunks: Tensor) -> None:
@@ -31,7 +29,7 @@ def write(place: Tensor, chunks: Tensor) -> None:
 def maxima(x: Tensor, C: int) -> Tensor:
     """Maximum of each chunk and feature: (B, H, T, D) -> (N, B, H, D)."""
     if x.device.type == "cpu":  # where maxima of shorter types are slow
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        x = x.to(accumulation_dtype(x))
     N, rest = divmod(x.shape[2], C)
     parts = [split(x[:, :, : N * C], C, 0.0).amax(3)] if N else []
     return torch.cat([*parts, x[:, :, N * C :].amax(2).unsqueeze(0)] if rest else parts)

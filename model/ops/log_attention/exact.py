@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.ops.custom import running_sum
+from model.ops.custom import in_chunks, running_sum
 from model.ops.log_attention.chunks import CHUNK, split
 from model.ops.log_attention.exponentials import CERTAIN, Inputs, finite
 
@@ -111,7 +111,7 @@ def forward(inputs: Inputs, doubtful: Tensor, log_y: Tensor) -> tuple[Tensor, Te
     G counts through the batch and the heads of the inputs.
     """
     (q, k, log_v, log_f), states = _tiles_and_states(inputs)
-    tiles = _tiles(log_y, k.shape[2], 0.0).clone()
+    tiles = in_chunks(log_y, k.shape[2], 0.0).clone()
     for g, n in _groups(doubtful, states):
         log_S, _ = _log_sums(q[g, n], k[g, n], log_v[g, n], log_f[g, n], states[g, n])
         tiles[g, n] = log_S[..., :-1] - log_S[..., -1:]  # the last column is the normalizer
@@ -123,7 +123,7 @@ def backward(inputs: Inputs, g_log_S: Tensor, g_log_s: Tensor) -> Inputs:
     T = inputs.k.shape[2]
     tiles, states = _tiles_and_states(inputs)
     k = tiles[1]
-    g_log_S, parts, g = _tiles(g_log_S, k.shape[2], 0.0), [torch.empty_like(x) for x in tiles], g_log_s
+    g_log_S, parts, g = in_chunks(g_log_S, k.shape[2], 0.0), [torch.empty_like(x) for x in tiles], g_log_s
     gradients: list[Any]
     for n in reversed(range(k.shape[1])):
         g_before = torch.empty_like(g)
@@ -145,7 +145,7 @@ def _tiles_and_states(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
     log_f = torch.zeros_like(inputs.k[..., :1]) if inputs.log_f is None else inputs.log_f
     tensors = inputs.q, inputs.k, pad(inputs.log_v, (0, 1)), log_f, inputs.log_s
     *tokens, log_s = (x.flatten(0, 1).to(inputs.log_s.dtype) for x in tensors)
-    tiles = [_tiles(x, C, fill) for x, fill in zip(tokens, (0.0, -torch.inf, -torch.inf, 0.0), strict=True)]
+    tiles = [in_chunks(x, C, fill) for x, fill in zip(tokens, (0.0, -torch.inf, -torch.inf, 0.0), strict=True)]
     _, k, log_v, log_f = tiles
     return tiles, _states(k, log_v, log_f, log_s)
 
@@ -157,13 +157,8 @@ def _groups(wanted: Tensor, states: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield part.unbind(1)
 
 
-def _tiles(x: Tensor, C: int, fill: float) -> Tensor:
-    """(G, T, D) -> (G, N, C, D)."""
-    return pad(x, (0, 0, 0, -x.shape[1] % C), value=fill).unflatten(1, (-1, C))
-
-
 def _sequence(tiles: Tensor, T: int) -> Tensor:
-    """Undo `_tiles`."""
+    """Undo `in_chunks`."""
     return tiles.flatten(1, 2)[:, :T]
 
 

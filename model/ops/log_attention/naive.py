@@ -6,7 +6,8 @@ For decoding, there is a step of a single token, without the scan over tokens.
 import torch
 from torch import Tensor
 
-from model.ops.log_attention.state import LogAttentionState, accumulation_dtype, add_states, empty_state
+from model.ops.custom import accumulation_dtype
+from model.ops.log_attention.state import LogAttentionState, add_states, empty_state
 
 
 def naive_log_attention(

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from model.ops.custom import accumulation_dtype
+
 
 class LogAttentionState(NamedTuple):
     """The inner log-sum-exps of the paper's eqs. 4-6 over all tokens so far. Empty sums are -inf."""
@@ -54,8 +56,3 @@ def empty_state(q: Tensor, log_v: Tensor) -> LogAttentionState:
     log_s = torch.full((B, H, d_k, d_v), -torch.inf, dtype=dtype, device=q.device)
     log_z = torch.full((B, H, d_k), -torch.inf, dtype=dtype, device=q.device)
     return LogAttentionState(log_s, log_z)
-
-
-def accumulation_dtype(x: Tensor) -> torch.dtype:
-    """Sums and states are kept in float32, or in float64 for float64 inputs."""
-    return torch.promote_types(x.dtype, torch.float32)

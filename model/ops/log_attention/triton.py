@@ -13,12 +13,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.ops.custom import refuse_second_order, refuse_transforms
+from model.ops.custom import accumulation_dtype, refuse_second_order, refuse_transforms
 from model.ops.log_attention.chunked import NAMES
 from model.ops.log_attention.chunks import CHUNK
 from model.ops.log_attention.exact import recomputed_tiles
 from model.ops.log_attention.exponentials import CERTAIN
-from model.ops.log_attention.state import LogAttentionState, accumulation_dtype
+from model.ops.log_attention.state import LogAttentionState
 from model.ops.log_attention.triton_arguments import Constants, Inputs, Outputs, Saved, Segments, Sums, Tokens
 from model.ops.log_attention.triton_exact import exact_backward, exact_forward
 from model.ops.log_attention.triton_kernels import backward_sweep, forward_sweep

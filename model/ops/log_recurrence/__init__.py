@@ -7,18 +7,16 @@ import torch
 from torch import Tensor
 
 from model.ops.checks import Tensors, compare
-from model.ops.custom import refuse_second_order, refuse_transforms
+from model.ops.custom import accumulation_dtype, refuse_second_order, refuse_transforms
 from model.ops.kernels import choose_form
 from model.ops.log_recurrence import chunked
-
-__all__ = ["log_recurrence", "naive_log_recurrence"]
 
 NAMES = "log_recurrence", "naive_log_recurrence"  # the operator, and the form that has all derivatives
 
 
 def naive_log_recurrence(log_p: Tensor, h: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """s_t = log(p_t exp(s_{t-1}) + exp(h_t)), s_0 = 0. Arguments and result are those of `log_recurrence`."""
-    dtype, acc = h.dtype, torch.promote_types(h.dtype, torch.float32)
+    dtype, acc = h.dtype, accumulation_dtype(h)
     s = torch.zeros_like(h[:, 0], dtype=acc) if state is None else state.to(acc)
     steps = []
     for log_p_t, h_t in zip(log_p.to(acc).unbind(1), h.to(acc).unbind(1), strict=True):
@@ -57,7 +55,7 @@ def log_recurrence(
     if backend == "naive":
         return naive_log_recurrence(log_p, h, state)
     refuse_transforms(*NAMES, log_p, h, state)
-    acc = torch.promote_types(h.dtype, torch.float32)
+    acc = accumulation_dtype(h)
     start = torch.zeros_like(h[:, 0], dtype=acc) if state is None else state.to(acc)
     s = _recur(log_p, h, start, backend)
     return s.to(h.dtype), s[:, -1].clone()  # a view would keep the sequence in memory

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from model.ops.custom import in_chunks
+
 CHUNK = 32  # tokens: T / C chunks of C steps take C + T / C dependent steps, fewest near C = sqrt(T)
 
 
@@ -69,7 +71,4 @@ def _reverse_linear_recurrence(a: Tensor, g: Tensor, across: Tensor) -> Tensor:
 
 
 def _chunk(x: Tensor, fill: float) -> Tensor:
-    B, T, D = x.shape
-    C = min(CHUNK, T)
-    missing = -T % C
-    return (pad(x, (0, 0, 0, missing), value=fill) if missing else x).reshape(B, -1, C, D)
+    return in_chunks(x, min(CHUNK, x.shape[1]), fill)

@@ -61,7 +61,7 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern
     q, k, v = as_autocast(q, k, v)
     if q.numel() == 0:  # the kernels would divide by 0
         return q.clone()
-    k, v = (x if G == H else x.repeat_interleave(H // G, dim=1) for x in (k, v))
+    k, v = _repeated(k, H), _repeated(v, H)
     form = _form(q)
     kinds = list(dict.fromkeys(patterns))
     if len(kinds) == 1:
@@ -88,7 +88,6 @@ def document_attention(
     q, k, v = as_autocast(q, k, v)
     alike = len({*patterns}) == 1 and is_by_distance(patterns[0])
     if alike and q.is_cuda and q.dtype.itemsize == 2 and _form(q) == "flex":
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         return _by_flex_attention(q, k, v, patterns[0], starts, scale)
     mask = document_pattern_mask(patterns, starts)
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=k.shape[1] < q.shape[1])
@@ -110,8 +109,12 @@ def forgetting_attention(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, starts:
     name, find = "softmax attention that forgets", partial(_check, forgets=True)
     if choose_form(name, "auto", ("dense", "flex"), find, q, why_not=_why_not_flex) == "dense":
         return None
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     return _by_flex_attention(q, k, v, CAUSAL, starts, log_f=log_f)
+
+
+def _repeated(x: Tensor, H: int) -> Tensor:
+    """(B, G, T, D) -> (B, H, T, D): the key or value head of each query head."""
+    return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], dim=1)
 
 
 def _form(q: Tensor) -> str:
@@ -232,7 +235,8 @@ def _by_flex_attention(
 ) -> Tensor:
     """Attend by FlexAttention's block masks. `_form` chooses this only where it passes its check."""
     attend, _ = _flex_attention()
-    T, device = q.shape[2], q.device
+    (H, T), device = q.shape[1:3], q.device
+    k, v = _repeated(k, H), _repeated(v, H)
     mask = _block_mask(pattern, T, device) if starts is None else _document_block_mask(pattern, starts)
     add = None
     if log_f is not None:
