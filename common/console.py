@@ -119,13 +119,13 @@ class Track:
         self.note = ""
         self.live = console.is_terminal and not console.quiet
         self.started = self.last_line = time.monotonic()
-        columns = [TextColumn("{task.description} {task.fields[counted]}"), BarColumn(), TaskProgressColumn()]
+        columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()]
         times = [TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left")]
         self._bar = Progress(*columns, *times, TextColumn("{task.fields[note]}"), console=console)
 
     def __enter__(self) -> Self:
         if self.live:
-            self._task = self._bar.add_task(self.what, total=self.total, completed=self.done, **self._fields())
+            self._task = self._bar.add_task(self._title(), total=self.total, completed=self.done, note="")
             self._bar.start()
         return self
 
@@ -140,7 +140,7 @@ class Track:
         self.done += units
         self.note = note or self.note
         if self.live:
-            self._bar.update(self._task, completed=self.done, **self._fields())
+            self._bar.update(self._task, description=self._title(), completed=self.done, note=self.note)
         now = time.monotonic()
         if now - self.last_line >= min(max(_SECONDS_BETWEEN_LINES, (now - self.started) / 50), 60.0):
             self.flush()
@@ -148,7 +148,7 @@ class Track:
     def line(self) -> str:
         """Return the plain line."""
         times = [f"{clock(time.monotonic() - self.started)} elapsed", *self.left()]
-        return f"{self.what} {self._counted()} ({', '.join(times)}) {self.note}".rstrip()
+        return f"{self._title()} ({', '.join(times)}) {self.note}".rstrip()
 
     def left(self) -> list[str]:
         """Return the time left, as in ["2:00 left"], or nothing if it is unknown."""
@@ -157,11 +157,8 @@ class Track:
         spent = time.monotonic() - self.started
         return [f"{clock(spent / (self.done - self.first) * (self.total - self.done))} left"]
 
-    def _counted(self) -> str:
-        return f"{self.done:,}" if self.total is None else f"{self.done:,} of {self.total:,}"
-
-    def _fields(self) -> dict[str, Any]:
-        return {"counted": self._counted(), "note": self.note}
+    def _title(self) -> str:
+        return f"{self.what} {self.done:,}" + ("" if self.total is None else f" of {self.total:,}")
 
     def flush(self) -> None:
         """Print a line of what is not printed yet."""

@@ -401,7 +401,7 @@ class Saver:
         """
         self._run_dir, self._tokenizer, self._config, self._log = run_dir, tokenizer, config, log
         self._world = world
-        self._copies: dict[tuple[str, str], Tensor] = {}  # reused: copying into new memory takes 30 times as long
+        self._copies: dict[str, dict[str, Tensor]] = {}  # reused: copying into new memory takes 30 times as long
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._damaged = set(resumed.damaged) if resumed else set()
@@ -424,13 +424,14 @@ class Saver:
         self.check()
         world = self._world
         random = torch.stack(world.gather(random_state(world.device).to(world.device)))
-        copies: dict[str, dict[str, Tensor]] = {}
         for file, named in {**tensors, "random": {RANDOM: random}}.items():
-            copies[file] = {}
+            copies = self._copies.setdefault(file, {})
             for name, value in named.items():
                 whole = world.unshard(value)
                 if world.is_main:
-                    copies[file][name] = self._copy(file, name, whole)
+                    if name not in copies:
+                        copies[name] = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=whole.is_cuda)
+                    copies[name].copy_(whole.detach(), non_blocking=True)
                 del whole  # before the next is gathered
         if not world.is_main:
             return
@@ -438,7 +439,7 @@ class Saver:
             torch.cuda.synchronize()  # finishes the copies into pinned memory
         state = state.model_copy(update={"processes": world.size, "device": world.device.type})
         self._step, self.saved_step = state.step, None
-        self._thread = threading.Thread(target=self._write, args=(copies, state), name="saver", daemon=True)
+        self._thread = threading.Thread(target=self._write, args=(state,), name="saver", daemon=True)
         self._thread.start()
 
     def check(self, last: bool = False) -> None:
@@ -464,16 +465,11 @@ class Saver:
             self._thread.join()
             self._thread = None
 
-    def _copy(self, file: str, name: str, value: Tensor) -> Tensor:
-        if (file, name) not in self._copies:
-            self._copies[file, name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-        return self._copies[file, name].copy_(value.detach(), non_blocking=True)
-
-    def _write(self, tensors: Tensors, state: TrainState) -> None:
+    def _write(self, state: TrainState) -> None:
         try:
             if self._log is not None:
                 self._log.sync()  # the checkpoint relies on these lines
-            path = save_checkpoint(self._run_dir, tensors, state, self._tokenizer)
+            path = save_checkpoint(self._run_dir, self._copies, state, self._tokenizer)
             self._damaged.discard(path)
             retain(self._run_dir, state, self._config, self._damaged)
             self._damaged.clear()
