@@ -3,8 +3,6 @@
 Convolutions in pieces, batches, documents and compiled code are in test_ngrams.py.
 """
 
-import functools
-
 import pytest
 import torch
 from gradients import assert_all_close, naive, with_gradients
@@ -34,8 +32,6 @@ def rms_norm(x, norm):
 
 NORMS = {"layer": layer_norm, "rms": rms_norm}
 EOT = 10
-# Sums of up to 100 products of numbers of order 1, as in test_attention_contract.
-close = functools.partial(torch.testing.assert_close, rtol=1e-11, atol=1e-11)
 
 
 def gpt_of(block, attention="log_space", eot_id=None, **changes):

@@ -1,4 +1,8 @@
-"""Linear attention against its definition, written out token by token, and as a module through its state."""
+"""Linear attention against its definition, written out token by token, and as a module through its state.
+
+Weights are sums of products of 5 positive numbers: nothing cancels, and means over some 200 values, or gradients of
+size about 1, are exact to some 200 roundings of 1.1e-16.
+"""
 
 import pytest
 import torch
@@ -7,10 +11,6 @@ from gradients import assert_all_close, with_gradients
 from model.attention.linear import LinearConfig
 from model.ops.linear_attention import linear_attention, naive_linear_attention
 from model.ops.log_attention.chunks import CHUNK
-
-# Means over at most 200 values, of weights that are sums of products of 5 positive numbers: nothing cancels, and each
-# is exact to some 200 roundings of 1.1e-16; gradients of size about 1 likewise.
-TOLERANCE = 1e-12
 
 
 def inputs(T, d=5, d_v=7, dtype=torch.float64, scale=1.0):

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 MANY = 2**16
 """Slots: so many that no strings of these tests share one (seeds are fixed)."""
 PRIME, BASE = 2**31 - 1, 1_103_515_245
-close = functools.partial(torch.testing.assert_close, rtol=1e-11, atol=1e-11)  # as in test_blocks
+close = functools.partial(torch.testing.assert_close, rtol=1e-11, atol=1e-11)  # as in test_attention_contract
 
 
 def definition(token_ids, lengths, starts, n_slots=None):
