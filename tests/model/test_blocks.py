@@ -6,6 +6,7 @@ Convolutions in pieces, batches, documents and compiled code are in test_ngrams.
 import pytest
 import torch
 from gradients import assert_all_close, naive, with_gradients
+from test_gpt import ids
 from torch import Tensor
 from torch.nn.functional import glu, linear
 
@@ -31,7 +32,6 @@ def rms_norm(x, norm):
 
 
 NORMS = {"layer": layer_norm, "rms": rms_norm}
-EOT = 10
 
 
 def gpt_of(block, attention="log_space", eot_id=None, **changes):
@@ -44,10 +44,6 @@ def gpt_of(block, attention="log_space", eot_id=None, **changes):
         for p in gpt.parameters():
             p.copy_(0.4 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
     return gpt
-
-
-def ids(T, B=2, seed=1):
-    return torch.randint(EOT, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
 def convolved(x: Tensor, weight: Tensor | None) -> Tensor:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from gradients import KERNEL
 from test_gpt import ids, tiny
+from test_recompute import gradients
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -19,12 +20,6 @@ from model.ops.log_recurrence import _recur, _recur_backward
 def build():
     torch.manual_seed(0)
     return GPT(tiny(block={"name": "mlp"})).to(ids(1).device)
-
-
-def loss_and_gradients(gpt, loss):
-    gpt.zero_grad()
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in gpt.parameters())]
 
 
 @pytest.mark.parametrize("T", [1, 64, 70])
@@ -131,7 +126,7 @@ def test_sums_stay_float32_under_autocast(device):
     assert state.position.dtype == torch.float32
     assert loss.item() != exact.item()
     torch.testing.assert_close(loss, exact, rtol=2**-7, atol=0)
-    assert all(x.isfinite().all() for x in loss_and_gradients(gpt, loss))
+    assert all(x.isfinite().all() for x in gradients(gpt, loss))
 
 
 @pytest.mark.gpu
@@ -139,7 +134,7 @@ def test_sums_stay_float32_under_autocast(device):
 def test_deterministic_algorithms_are_enough():
     gpt = build()
     torch.use_deterministic_algorithms(True)
-    results = [loss_and_gradients(gpt, gpt.loss(ids(70)[:, :-1], ids(70)[:, 1:])) for _ in range(2)]
+    results = [gradients(gpt, gpt.loss(ids(70)[:, :-1], ids(70)[:, 1:])) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
