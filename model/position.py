@@ -52,7 +52,7 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
-def last_positions(lengths: tuple[int, ...], n: int, device: torch.device | None = None) -> Tensor:
+def last_positions(lengths: tuple[int, ...], n: int, device: torch.device) -> Tensor:
     """Return the positions of the last n tokens of texts of these lengths: (B, n), or (1, n) if all lengths are equal.
 
     Positions before the first token, where there is no token, are negative.

@@ -74,7 +74,7 @@ class LongformerAttention(SparseAttention):
         before = local.lengths if local else (0,)
         n = min(T, self.n_global - min(before))  # so many of these tokens are global in some row
         if n > 0:
-            first = Rotation(rotation.cos[..., :n, :], rotation.sin[..., :n, :]) if rotation else None
+            first = Rotation(*(x[..., :n, :] for x in rotation)) if rotation else None
             q_g, new_k, new_v = self.project(self.qkv_global(x[:, :n]), first)
             k_g, v_g = self._keep(k_g, new_k, before), self._keep(v_g, new_v, before)
             i = last_positions(tuple(start + n for start in before), n, x.device)  # (B or 1, n)

@@ -104,7 +104,7 @@ def _chunks(
     to_end = times(k, gates.end)
     S = torch.cat([state.S.unsqueeze(2), to_end.mT @ v], dim=2)  # (B, H, N + 1, d, d_v)
     z = torch.cat([state.z.unsqueeze(2), to_end.sum(3)], dim=2).unsqueeze(-1)  # (B, H, N + 1, d, 1)
-    S, z = (running_sum(x, 2) if log_f is None else _decayed_sums(x, gates.kept) for x in (S, z))
+    S, z = (running_sum(x, 2) if gates.kept is None else _decayed_sums(x, gates.kept) for x in (S, z))
     A = (q @ k.mT).tril() if gates.within is None else (q @ k.mT) * gates.within  # (B, H, N, C, C)
     from_start = times(q, gates.start)
     sums = from_start @ S[:, :, :-1] + A @ v  # (B, H, N, C, d_v)
@@ -113,9 +113,9 @@ def _chunks(
     return sums.flatten(2, 3)[:, :, :T], norms.flatten(2, 3)[:, :, :T], last
 
 
-def _decayed_sums(x: Tensor, kept: Tensor | None) -> Tensor:
+def _decayed_sums(x: Tensor, kept: Tensor) -> Tensor:
     """The sum before each chunk and after the last, given the first and each chunk's update: (B, H, N + 1, d, .)."""
     sums = [x[:, :, 0]]
     for n in range(x.shape[2] - 1):
-        sums.append(times(sums[-1], None if kept is None else kept[:, :, n]) + x[:, :, n + 1])
+        sums.append(sums[-1] * kept[:, :, n] + x[:, :, n + 1])
     return torch.stack(sums, 2)

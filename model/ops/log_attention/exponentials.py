@@ -79,9 +79,9 @@ class Frames(NamedTuple):
     """Tokens of a chunk; None if all tokens are one."""
     chunks: slice
     """The indices of these chunks."""
-    apart: tuple[bool, bool] = False, False
+    apart: tuple[bool, bool]
     """Whether frames of keys, and of values, change at the resets within a chunk."""
-    lost: Tensor | None = None
+    lost: Tensor | None
     """(B, H): with gates, whether a head forgets so much in a chunk that numbers overflow or underflow."""
 
     def at(self, inputs: Inputs, tokens: slice, chunks: slice) -> "Frames":
