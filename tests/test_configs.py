@@ -8,7 +8,7 @@ import torch
 
 from cli import compose as compose_command
 from cli import to_dict
-from common.settings import Settings, decode, differences
+from common.settings import CONFIGS, Settings, decode, differences
 from data.prepare.dataset import PrepareConfig
 from inference.evaluate import EvaluateConfig
 from inference.harness import HarnessConfig
@@ -18,7 +18,6 @@ from model.gpt import GPT
 from tools.plan import PlanConfig
 from trainer.config import TrainConfig
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 ROOTS = {  # the class of a command's configuration, and what a user must give
     "train": (TrainConfig, "dataset_dir=datasets/x"),
     "eval": (EvaluateConfig, "checkpoint=runs/x"),

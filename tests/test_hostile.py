@@ -648,8 +648,7 @@ def test_a_model_of_other_tokens_than_its_tokenizer_is_refused(checkpoint, uses,
     edit(checkpoint / "state.json", lambda s: s["model"].update(n_vocab=n_vocab))
 
     def resize(tensors):
-        rows = torch.zeros(n_vocab, tensors["embed.weight"].shape[1])
-        tensors["embed.weight"] = rows
+        tensors["embed.weight"] = torch.zeros(n_vocab, tensors["embed.weight"].shape[1])
 
     change_tensors(checkpoint / "model.safetensors", resize)
     sign(checkpoint)

@@ -108,10 +108,6 @@ def use_operators(runtime: Runtime) -> None:
         RuntimeError: a model fails; the others have been used.
     """
     work = (FLAGSHIP, *OTHERS)
-    if runtime.device.type == "cpu":
-        for words in work:
-            _use_operators(words, runtime)
-        return
     with ThreadPoolExecutor(len(work)) as threads:  # checks compile for minutes, each on one core
         used = [threads.submit(in_own_process, _use_operators, words, runtime) for words in work]
     for one in sorted(used, key=lambda one: one.exception() is not None):
@@ -191,19 +187,19 @@ def versions() -> Row:
 def driver(proc: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     """The version of the NVIDIA driver that is loaded, or None."""
     words = proc.read_text().partition("\n")[0].split() if proc.is_file() else []
-    return next((word for word in words if word[0].isdigit() and word.count(".") >= 1), None)
+    return next((word for word in words if word[0].isdigit() and "." in word), None)
 
 
 def findings(free: float, dev: Path = Path("/dev"), bus: Path = Path("/sys/bus/pci/devices")) -> Iterator[str]:
     """Yield lines that say what is wrong and what to do. `free`: bytes of the disk here."""
-    if why := why_gpu_is_unseen(dev):
-        yield f"torch does not see the GPU: {why}"
-    elif any(dev.glob("nvidia[0-9]*")) and not torch.cuda.is_available():
-        yield "CUDA_VISIBLE_DEVICES hides the GPU: unset it to train there"
-    elif _on_bus(bus) and not torch.cuda.is_available():
-        yield "there is an NVIDIA GPU, but no /dev/nvidia0: install its driver, or give this container the GPU"
     if torch.cuda.is_available():
         yield from _of_gpu()
+    elif why := why_gpu_is_unseen(dev):
+        yield f"torch does not see the GPU: {why}"
+    elif any(dev.glob("nvidia[0-9]*")):
+        yield "CUDA_VISIBLE_DEVICES hides the GPU: unset it to train there"
+    elif _on_bus(bus):
+        yield "there is an NVIDIA GPU, but no /dev/nvidia0: install its driver, or give this container the GPU"
     if free < _LEAST_DISK:
         yield f"only {free / 1e9:.1f} GB are free here: give train.py a run_dir on a larger disk"
     load, cores = os.getloadavg()[0], os.cpu_count() or 1

@@ -160,8 +160,8 @@ def time_of(config: PlanConfig, target: Target, flops: int, micro_batch: int) ->
 def disk_of(config: PlanConfig, checkpoint: int) -> dict[str, Any]:
     """Bytes of a checkpoint, of all kept checkpoints, and of the dataset."""
     keep = config.checkpoint
-    kept = keep.keep_last + 1 + (config.last_step // keep.keep_every if keep.keep_every else 0)  # 1: the best
     saved = -(-config.last_step // keep.every)
+    kept = min(saved, keep.keep_last + 1 + (config.last_step // keep.keep_every if keep.keep_every else 0))  # 1: best
     tokens = config.tokens(config.last_step)
     dataset: dict[str, Any] = {"tokens": None, "bytes": None, "epochs": None}
     if config.dataset_dir is not None:
@@ -170,8 +170,8 @@ def disk_of(config: PlanConfig, checkpoint: int) -> dict[str, Any]:
         dataset = {"tokens": train.tokens, "bytes": size, "epochs": tokens / max(1, train.tokens)}
     return {
         "checkpoint": checkpoint,
-        "checkpoints": checkpoint * min(kept, saved),
-        "checkpoints_kept": min(kept, saved),
+        "checkpoints": checkpoint * kept,
+        "checkpoints_kept": kept,
         "dataset": dataset,
         "bytes_of_all_tokens": tokens * token_dtype(config.model.n_vocab).itemsize,
     }
@@ -201,14 +201,12 @@ def table_of(found: dict[str, Any]) -> Table:
     table.add_column()
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
-    dataset = {f"dataset_{key}": value for key, value in found["disk"]["dataset"].items() if value is not None}
-    sections = found | {"device": {"memory": device["memory"]}, "disk": found["disk"] | dataset | {"dataset": None}}
-    for section, figures in sections.items():
+    disk = dict(found["disk"])
+    disk |= {f"dataset_{key}": value for key, value in disk.pop("dataset").items() if value is not None}
+    for section, figures in (found | {"device": {"memory": device["memory"]}, "disk": disk}).items():
         for number, (key, value) in enumerate(figures.items()):
-            if key != "dataset":
-                table.add_row(
-                    "" if number else section, key.replace("_", " ").replace("seconds", "time"), as_text(key, value)
-                )
+            name = key.replace("_", " ").replace("seconds", "time")
+            table.add_row("" if number else section, name, as_text(key, value))
         table.add_section()
     return table
 

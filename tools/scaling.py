@@ -90,12 +90,10 @@ def fit(N: Array, D: Array, L: Array, resamples: int = 1000) -> tuple[Law, Law]:
 def _check(N: Array, D: Array, L: Array) -> None:
     if len(L) < LEAST_RUNS:
         raise UserError(f"a scaling law needs at least {LEAST_RUNS} runs, not {len(L)}")
-    if min(len(set(N)), len(set(D))) < 3:
-        raise UserError(
-            f"the runs have {len(set(N))} sizes and {len(set(D))} numbers of tokens: train 3 or more of each"
-        )
-    n, d = np.log(N), np.log(D)
-    if abs(np.corrcoef(n, d)[0, 1]) > 0.99:
+    sizes, lengths = len(set(N)), len(set(D))
+    if min(sizes, lengths) < 3:
+        raise UserError(f"the runs have {sizes} sizes and {lengths} numbers of tokens: train 3 or more of each")
+    if abs(np.corrcoef(np.log(N), np.log(D))[0, 1]) > 0.99:
         raise UserError("tokens and size vary together in these runs, so a law cannot separate them: vary both")
 
 
@@ -213,11 +211,10 @@ def _train(ladder: str, folder: Path) -> Path:
         UserError: an option is wrong, or a run failed.
     """
     try:
-        options = shlex.split(ladder)
+        options = [*shlex.split(ladder), *options_of({"run_dir": str(folder)})]
     except ValueError as error:
         raise UserError(f"ladder={ladder}: {error}: give options of train.py, separated by spaces") from None
-    run_dir = options_of({"run_dir": str(folder)})
-    if subprocess.run([sys.executable, _TRAIN, "-m", *options, *run_dir]).returncode:
+    if subprocess.run([sys.executable, _TRAIN, "-m", *options]).returncode:
         raise UserError(f"ladder={ladder}: training failed, see above; the same command continues")
     return folder
 

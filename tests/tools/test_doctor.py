@@ -57,7 +57,8 @@ def test_operators_of_all_kinds_are_used_to_have_them_checked(monkeypatch, devic
     used, counted = [], doctor.GPT.summed_loss
     kept = lambda gpt, *given: (used.append(gpt.config), counted(gpt, *given))[1]  # noqa: E731
     monkeypatch.setattr(doctor.GPT, "summed_loss", kept)
-    doctor.use_operators(Runtime(device, torch.float32))
+    for words in (doctor.FLAGSHIP, *doctor.OTHERS):
+        doctor._use_operators(words, Runtime(device, torch.float32))
     assert [config.attention.name for config in used] == ["log_space", "log_space", "softmax", "sliding_window"]
     assert [config.position.name for config in used] == ["none", "log_recurrence", "none", "learned"]
 
@@ -142,12 +143,11 @@ def test_a_gpu_that_is_not_used_is_a_finding(places, monkeypatch):
     assert findings(places) == ["CUDA_VISIBLE_DEVICES hides the GPU: unset it to train there"]
 
 
-def test_what_is_wrong_with_the_machine_is_a_finding(places, monkeypatch, tmp_path):
+def test_what_is_wrong_with_the_machine_is_a_finding(places, monkeypatch):
     (line,) = findings(places, free=1e9)
     assert line == "only 1.0 GB are free here: give train.py a run_dir on a larger disk"
     monkeypatch.setattr(doctor.os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
     assert findings(places)[0].startswith("other work is running (load 1000.0 on ")
-    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize(

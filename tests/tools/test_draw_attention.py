@@ -1,20 +1,17 @@
 """The pictures of attention show what the mechanisms do: their weights are those of the definitions."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import yaml
 from printed import assert_one_line
 
-from common.settings import decode
+from common.settings import CONFIGS, decode
 from model.attention import ATTENTION
 from model.gpt import GPT, GPTConfig
 from model.position import Positions
 from tools.report.attention_masks import of_mechanisms, picture, weights_and_masks, weights_of
 
-FILE = Path(__file__).parents[2] / "configs/draw_attention.yaml"
-PANELS = yaml.safe_load(FILE.read_text(encoding="utf-8"))["panels"]
+PANELS = yaml.safe_load((CONFIGS / "draw_attention.yaml").read_text(encoding="utf-8"))["panels"]
 MECHANISMS = {title: {key: value for key, value in own.items() if key != "head"} for title, own in PANELS.items()}
 T = 13
 

@@ -13,9 +13,7 @@ import simulated_gpu
 
 from tools import doctor
 from tools.bench import gpu_hour, harness, train
-from tools.bench.gpu_hour import run_stages, stages_on_gpu
-
-ROOT = Path(__file__).resolve().parents[2]
+from tools.bench.gpu_hour import ROOT, run_stages, stages_on_gpu
 
 
 def stages(**codes):

@@ -19,7 +19,6 @@ from model.ops.sparse_attention.attend import sparse_attention
 from model.ops.sparse_attention.patterns import fixed, longformer, strided, window
 from tools.bench.harness import Row, attempt, in_turn, profiled
 
-DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 LATENT_BYTES = 2e9  # the published formula keeps several times its T x d_k x d_v latents: with more it is skipped
 PATTERNS = {
     "window 256": [window(256)],
@@ -37,7 +36,7 @@ def measure(options: Any) -> dict[str, list[Row]]:
     device, n_head, d = options.device, options.heads, options.head_dim
     rows, profiles = [], {}
     for T in options.lengths:
-        inputs = random_inputs((options.batch, n_head, T, d), device, DTYPES[device])
+        inputs = random_inputs((options.batch, n_head, T, d), device)
         latents, operators = 4 * d * inputs[1].numel(), attention(device, n_head)
         if latents > LATENT_BYTES:
             say(f"skipped at {T} tokens: published, its latents alone take {latents / 1e9:.1f} GB")
@@ -64,8 +63,9 @@ def attention(device: str, n_head: int) -> dict[str, Operator]:
     return found
 
 
-def random_inputs(shape: Sequence[int], device: str, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
+def random_inputs(shape: Sequence[int], device: str) -> tuple[list[Tensor], Tensor]:
     """Three leaves, such as q, k and v, which require gradients, and the gradient of the result."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     options: Any = {"generator": torch.Generator(device).manual_seed(0), "device": device, "dtype": dtype}
     return [torch.randn(shape, **options).requires_grad_() for _ in range(3)], torch.randn(shape, **options)
 
@@ -98,9 +98,6 @@ def times_of(operators: dict[str, Operator], leaves: Sequence[Tensor], weights: 
     return rows
 
 
-WARPS, STAGES, CHUNKS = (4, 8), (1, 2), (64, 32)
-
-
 def measure_tuning(options: Any) -> dict[str, list[Row]]:
     """Time log attention with float32 gates, first as it is used, then for all combinations of parameters."""
     if reason := why_not_triton(options.device, None):
@@ -108,7 +105,7 @@ def measure_tuning(options: Any) -> dict[str, list[Row]]:
     from model.ops.log_attention import triton as kernels  # importing triton is slow, and it may be missing
 
     shape = options.batch, options.heads, options.lengths[0], options.head_dim
-    leaves, weights = random_inputs(shape, options.device, DTYPES[options.device])
+    leaves, weights = random_inputs(shape, options.device)
 
     def run(parameters: dict[str, int], q: Tensor, k: Tensor, log_v: Tensor) -> Tensor:
         kernels.trial.clear()
@@ -117,7 +114,7 @@ def measure_tuning(options: Any) -> dict[str, list[Row]]:
         return log_attention(q, k, log_v, log_f, backend="triton")  # type: ignore[return-value]
 
     contenders: dict[str, Operator] = {"as used": partial(run, {})}
-    for warps, stages, chunk in itertools.product(WARPS, STAGES, CHUNKS):
+    for warps, stages, chunk in itertools.product((4, 8), (1, 2), (64, 32)):
         parameters = {"warps": warps, "stages": stages, "chunk": chunk}
         contenders[f"{warps} warps, {stages} stages, chunks of {chunk}"] = partial(run, parameters)
     try:

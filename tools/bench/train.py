@@ -20,7 +20,6 @@ from trainer.distributed import World
 from trainer.runtime import maybe_compile, open_runtime, peak_flops
 from trainer.step import SummedLoss, accumulate_gradients, train_step
 
-NANOGPT = "nanoGPT"
 _WARM_UP = 3  # steps that get new memory from the system
 _SECONDS, _FEWEST, _MOST = 5.0, 3, 100  # of passes in which a rate is measured
 
@@ -42,7 +41,7 @@ def measure(options: Any) -> dict[str, list[Row]]:
     if folder is not None:
         like = next((name for name, (ours, _) in runs.items() if ours.model.attention.name == "softmax"), "gpt2_124m")
         config = config_of([f"{_group(like)}={like}", *overrides], options.seq_len, options.batch)
-        runs = {NANOGPT: (config, folder)} | runs
+        runs = {"nanoGPT": (config, folder)} | runs
 
     def measured(name: str) -> tuple[list[float], float, float | None, list[Row]]:
         found = in_own_process(seconds_and_peak, *runs[name], options.steps, options.profile)
@@ -53,13 +52,10 @@ def measure(options: Any) -> dict[str, list[Row]]:
     results = {name: kept for name, found in turns.items() if (kept := [one for one in found if one])}
     rows: list[Row] = []
     for name, found in results.items():
-        rate = options.batch * options.seq_len / statistics.median(s for seconds, *_ in found for s in seconds)
-        row = {"model": name, "ms_a_step": 1e3 * options.batch * options.seq_len / rate, "tokens_per_second": rate}
-        row |= {
-            "peak_gigabytes": max(peak for _, peak, *_ in found),
-            "x": rate / (rows or [row])[0]["tokens_per_second"],
-        }
-        share = found[0][2]
+        seconds = statistics.median(one for steps, *_ in found for one in steps)
+        rate, peak, share = options.batch * options.seq_len / seconds, max(peak for _, peak, *_ in found), found[0][2]
+        row = {"model": name, "ms_a_step": 1e3 * seconds, "tokens_per_second": rate, "peak_gigabytes": peak}
+        row["x"] = rate / (rows or [row])[0]["tokens_per_second"]
         rows.append(row | ({} if share is None else {"mfu": rate * share}))
     profiles = {f"a step of {name}": found[-1][3] for name, found in results.items() if options.profile}
     return {"train": rows, **profiles}

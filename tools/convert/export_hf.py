@@ -25,7 +25,6 @@ from trainer.state import TrainState
 from trainer.tensor_file import save_file
 
 _HERE = Path(__file__).resolve().parent
-_LICENSE = _HERE.parents[1] / "LICENSE"
 
 
 def export(checkpoint: Path, out_dir: Path, average: bool = True) -> None:
@@ -67,7 +66,7 @@ def _write_model(gpt: GPT, tokenizer: Tokenizer, folder: Path) -> bool:
         tensors = {f"gpt.{name}": value for name, value in tensors.items()}
         for name, text in modeling_files().items():
             (folder / name).write_text(text, encoding="utf-8")
-        shutil.copyfile(_LICENSE, folder / "LICENSE-code")
+        shutil.copyfile(_HERE.parents[1] / "LICENSE", folder / "LICENSE-code")
     metadata = {"format": "pt"}  # transformers refuses a file without it
     save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors", metadata)
     ids = {"bos_token_id": tokenizer.eot_id, "eos_token_id": tokenizer.eot_id}

@@ -94,9 +94,9 @@ def _weights(paths: list[Path], gpt: GPT) -> dict[str, Tensor]:
     """Read our weights from GPT-2's files, in float32 unless they are float64."""
     names = {name for path in paths for name in read_header(path)[1]}
     prefix = PREFIX if any(name.startswith(PREFIX) for name in names) else ""
-    theirs = {ours: prefix + gpt2_name(ours) for ours in gpt.state_dict()}
-    shapes = {name: turned(name, gpt.state_dict()[ours]).shape for ours, name in theirs.items()}
-    expected: dict[str, Any] = {name: (shape, FLOATS) for name, shape in shapes.items()}
+    own = gpt.state_dict()
+    theirs = {ours: prefix + gpt2_name(ours) for ours in own}
+    expected: dict[str, Any] = {name: (turned(name, own[ours]).shape, FLOATS) for ours, name in theirs.items()}
     if "lm_head.weight" in names:
         expected["lm_head.weight"] = expected[theirs["embed.weight"]]
     n, layers = gpt.config.max_len or 0, range(gpt.config.n_layer)
@@ -106,7 +106,8 @@ def _weights(paths: list[Path], gpt: GPT) -> dict[str, Tensor]:
     stored = read_tensors(paths, expected)
     if bad := next((name for name in theirs.values() if not stored[name].isfinite().all()), None):
         raise UserError(f"{paths[0].parent}: {bad} has values that are not finite: such a model computes nothing")
-    if not torch.equal(stored.get("lm_head.weight", stored[theirs["embed.weight"]]), stored[theirs["embed.weight"]]):
+    embed = stored[theirs["embed.weight"]]
+    if not torch.equal(stored.get("lm_head.weight", embed), embed):
         raise UserError(
             f"{paths[0].parent}: lm_head.weight differs from wte.weight, but our output layer is the embedding"
         )

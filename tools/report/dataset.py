@@ -42,12 +42,11 @@ def inspect(
         batches = _batches(run_dir, dataset_dir, manifest, state)
         if step > state.step:
             say(f"the run's last checkpoint is of step {state.step}: this is what step {step} would read")
-        windows = [(begin, begin + batches.seq_len + 1) for begin in batches.starts(step - 1).tolist()]
-        return _show(dataset_dir, manifest, "train", windows, tokens)
+        return _show(dataset_dir, manifest, "train", batches.starts(step - 1).tolist(), batches.seq_len + 1, tokens)
     n_tokens = manifest.splits[split].total.tokens
     places = window + [randrange(max(1, n_tokens)) for _ in range(random)]
     for token in places:
-        _show(dataset_dir, manifest, split, [(token, token + tokens)], tokens)
+        _show(dataset_dir, manifest, split, [token], tokens, tokens)
     if not places:
         show_table(sets_table(manifest))
 
@@ -64,13 +63,13 @@ def _batches(run_dir: Path, dataset_dir: Path, manifest: Manifest, state: TrainS
 
 
 def _show(
-    dataset_dir: Path, manifest: Manifest, split: SplitName, windows: list[tuple[int, int]], n_tokens: int
+    dataset_dir: Path, manifest: Manifest, split: SplitName, starts: list[int], length: int, n_tokens: int
 ) -> None:
-    """Show the documents behind windows [start, stop) of a split, and the first `n_tokens` tokens of each as text."""
-    texts = [window_text(dataset_dir, manifest, split, start, min(stop - start, n_tokens)) for start, stop in windows]
-    show_table(documents_table(dataset_dir, manifest, split, windows))
-    for row, (text, (start, stop)) in enumerate(zip(texts, windows, strict=True)):
-        if len(windows) > 1:
-            shown = min(stop - start, n_tokens)
-            say(f"--- row {row}, {'all' if shown == stop - start else f'the first {shown}'} of {stop - start} tokens:")
+    """Show the documents behind windows of `length` tokens of a split, and the first `n_tokens` of each as text."""
+    shown = min(length, n_tokens)
+    texts = [window_text(dataset_dir, manifest, split, start, shown) for start in starts]
+    show_table(documents_table(dataset_dir, manifest, split, [(start, start + length) for start in starts]))
+    for row, text in enumerate(texts):
+        if len(texts) > 1:
+            say(f"--- row {row}, {'all' if shown == length else f'the first {shown}'} of {length} tokens:")
         say(text)

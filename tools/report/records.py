@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,6 @@ from trainer.metrics import read_metrics
 
 _MOST_POINTS = 300  # of a curve of training
 _ALIKE = 1.1  # tokens of one vocabulary are as long, up to this factor, in any part of a validation split
-_NOT_COMPARED = ("run_dir",)
 _COMPARED_LAST = ("checkpoint.", "dataset_dir", "eval.", "resume", "runtime.", "stop_at", "tracker.")
 
 TRAINING = ("loss", "lr", "grad_norm", "tokens_per_second")
@@ -219,7 +219,7 @@ def _figures(curves: dict[str, list[Point]]) -> Point:
     best: Point = min(curves["val_loss"], key=lambda point: point["value"], default={})
     bits = [point["value"] for point in curves["val_bits_per_byte"] if point["step"] == best.get("step")]
     late = curves["loss"][-max(1, len(curves["loss"]) // 20) :]
-    rates = sorted(point["value"] for point in curves["tokens_per_second"])
+    rates = [point["value"] for point in curves["tokens_per_second"]]
     return {
         **{key: last.get(key) for key in ("step", "tokens", "flops", "seconds")},
         **dict.fromkeys(("nats", "best", "low", "high"), best.get("value")),
@@ -227,7 +227,7 @@ def _figures(curves: dict[str, list[Point]]) -> Point:
         "best_step": best.get("step"),
         "bits": bits[-1] if bits else None,
         "loss": _mean_of_known([point["value"] for point in late]),
-        "rate": rates[len(rates) // 2] if rates else None,
+        "rate": statistics.median_high(rates) if rates else None,
     }
 
 
@@ -252,7 +252,7 @@ def varying_settings(records: Sequence[Record]) -> list[str]:
     keys = dict.fromkeys(itertools.chain.from_iterable(record.settings for record in records))
     known = [record.settings for record in records if record.settings]
     values = {key: {json.dumps(settings.get(key)) for settings in known} for key in keys}
-    varying = [key for key in keys if len(values[key]) > 1 and key not in _NOT_COMPARED]
+    varying = [key for key in keys if len(values[key]) > 1 and key != "run_dir"]
     return sorted(varying, key=lambda key: (key.startswith(_COMPARED_LAST), -len(values[key]), key))
 
 

@@ -31,10 +31,10 @@ def write_report(folders: Items[Path], out: Path | None, watch: bool = False) ->
     page, picture = out / "report.html", out / "report.png"
     refuse_foreign(b"script-src 'sha256-", page, picture)
     title = printable(", ".join(map(str, folders[:3])) + (f" and {len(folders) - 3} more" if len(folders) > 3 else ""))
-    if watch and not _ended(records):
+    looks = 0 if watch and not _ended(records) else _LAST_LOOKS
+    if looks == 0:
         say(f"open {page.absolute().as_uri()} in a browser: it follows the runs until all have ended (or Ctrl-C)")
-    looks = _LAST_LOOKS if _ended(records) else 0
-    while watch and looks < _LAST_LOOKS:
+    while looks < _LAST_LOOKS:
         write_atomic(page, page_of(records, title, _REFRESH).encode())
         time.sleep(_REFRESH)
         try:
@@ -45,8 +45,7 @@ def write_report(folders: Items[Path], out: Path | None, watch: bool = False) ->
         looks = looks + 1 if _ended(records) else 0
     best, name = lowest_loss(records), labels(records)[0]
     lowest = "" if best is None else f"; lowest validation loss {best}: {name}"
-    n_runs = sum(record.figures["runs"] for record in records)
-    say(f"{count(n_runs, 'run')}{lowest}")
+    say(f"{count(sum(record.figures['runs'] for record in records), 'run')}{lowest}")
     varying = varying_settings(records)
     if text := [key for key in ("dataset_dir", "data.loss", "eval.batches") if key in varying]:
         warn(f"runs differ in {' and '.join(text)}: losses of other validation tokens cannot be compared")
