@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from itertools import takewhile
 from pkgutil import resolve_name
-from typing import NoReturn, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 import yaml
 from pydantic import create_model
@@ -87,7 +87,7 @@ def _with_texts(config: JsonDict, texts: dict[str, str]) -> JsonDict:
 def _arguments(function: Command) -> type[Settings]:
     """Return a class whose fields are a function's arguments."""
     types = get_type_hints(function, include_extras=True)
-    fields: JsonDict = {name: (kind, ...) for name, kind in types.items() if name != "return"}
+    fields: dict[str, Any] = {name: (kind, ...) for name, kind in types.items() if name != "return"}
     return create_model("Arguments", __base__=Settings, **fields)
 
 

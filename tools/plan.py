@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -11,7 +11,7 @@ from rich.table import Table
 
 from common.console import console, say
 from common.memory import available_memory
-from common.settings import UserError, nearest
+from common.settings import JsonDict, UserError, nearest
 from data.shards import read_manifest, token_dtype
 from model.gpt import GPT
 from tools.bench.train import measure_rate
@@ -72,7 +72,7 @@ class Target(NamedTuple):
     source: str
 
 
-def plan(config: PlanConfig) -> dict[str, Any]:
+def plan(config: PlanConfig) -> JsonDict:
     """All figures for the JSON output, in bytes, seconds and tokens. None means unknown.
 
     Raises:
@@ -133,7 +133,7 @@ def find_target(config: PlanConfig) -> Target:
     return Target(device, runtime, None, None, "unknown")
 
 
-def time_of(config: PlanConfig, target: Target, flops: int, micro_batch: int) -> dict[str, Any]:
+def time_of(config: PlanConfig, target: Target, flops: int, micro_batch: int) -> JsonDict:
     """Steps and tokens, and their duration at the given or measured rate."""
     tokens = config.tokens(config.last_step)
     rate = config.tokens_per_second
@@ -157,13 +157,13 @@ def time_of(config: PlanConfig, target: Target, flops: int, micro_batch: int) ->
     }
 
 
-def disk_of(config: PlanConfig, checkpoint: int) -> dict[str, Any]:
+def disk_of(config: PlanConfig, checkpoint: int) -> JsonDict:
     """Bytes of a checkpoint, of all kept checkpoints, and of the dataset."""
     keep = config.checkpoint
     saved = -(-config.last_step // keep.every)
     kept = min(saved, keep.keep_last + 1 + (config.last_step // keep.keep_every if keep.keep_every else 0))  # 1: best
     tokens = config.tokens(config.last_step)
-    dataset: dict[str, Any] = {"tokens": None, "bytes": None, "epochs": None}
+    dataset: JsonDict = {"tokens": None, "bytes": None, "epochs": None}
     if config.dataset_dir is not None:
         train = read_manifest(config.dataset_dir).splits["train"].total
         size = sum(file.stat().st_size for file in config.dataset_dir.iterdir() if file.is_file())
@@ -193,7 +193,7 @@ def run_plan(config: PlanConfig) -> None:
         say(hint)
 
 
-def table_of(found: dict[str, Any]) -> Table:
+def table_of(found: JsonDict) -> Table:
     """The plan's figures, with the names that they have as JSON."""
     device = found["device"]
     title = f"{device['n']} x {device['name']} in {device['dtype']} ({device['source']})"
@@ -229,7 +229,7 @@ def as_text(key: str, value: float | None) -> str:
     return f"{value:,}" if value < 1e9 else f"{value:.2e}"
 
 
-def hints(config: PlanConfig, found: dict[str, Any]) -> Iterator[str]:
+def hints(config: PlanConfig, found: JsonDict) -> Iterator[str]:
     """Yield lines that say what to change in the command, to learn more or because something does not fit."""
     names, name = [device.name for device in DEVICES], found["device"]["name"]
     if found["device"]["source"] == _UNKNOWN:

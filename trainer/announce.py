@@ -2,9 +2,9 @@
 
 from collections import Counter
 from statistics import harmonic_mean, mean
-from typing import Any
 
 from common.console import Track, count, say, warn
+from common.settings import JsonDict
 from data.mixture import epochs
 from model.attention import AttentionConfig
 from trainer.runtime import is_compiled
@@ -111,9 +111,9 @@ class TrainingProgress(Track):
     def __init__(self, last: int, step: int) -> None:
         """Begin after `step`; `last` is the step after which this run stops."""
         super().__init__("training: step", last, step)
-        self._lines: list[dict[str, Any]] = []  # of training, since the last that was printed
+        self._lines: list[JsonDict] = []  # of training, since the last that was printed
 
-    def take(self, line: dict[str, Any]) -> None:
+    def take(self, line: JsonDict) -> None:
         """Count a step."""
         if "loss" in line:
             self._lines.append(line)
@@ -126,7 +126,7 @@ class TrainingProgress(Track):
         return ", ".join([f"step {self.done:{len(last)},} of {last}", *figures, *self.left()])
 
 
-def _figures(lines: list[dict[str, Any]]) -> list[str]:
+def _figures(lines: list[JsonDict]) -> list[str]:
     last, over = lines[-1], f" (mean {mean(line['loss'] for line in lines):.4f})" if len(lines) > 1 else ""
     mfu = [line["mfu"] for line in lines if line["mfu"]]
     return [

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 from torch import Tensor
 
 from common.console import warn
-from common.settings import Settings
+from common.settings import JsonDict, Settings
 from trainer.distributed import World
 
 _MEMORY = 100
@@ -62,7 +62,7 @@ class Symptoms:
         self._exact = 0  # steps in a row that had exact tiles
         self._said: set[str] = set()
 
-    def take(self, line: dict[str, Any]) -> None:
+    def take(self, line: JsonDict) -> None:
         """Look at a line of metrics.jsonl."""
         if "loss" not in line:
             return

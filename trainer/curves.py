@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from common.figures import png, short_count
 from common.files import write_or_warn
+from common.settings import JsonDict
 
 _EACH, _MEAN, _VAL = "C5", "C0", "C1"
 _MOST_DOTS = 60
@@ -63,7 +64,7 @@ class Curve:
 class RunCurves:
     """The losses in metrics.jsonl as curves over tokens."""
 
-    def __init__(self, lines: Iterable[dict[str, Any]] = ()) -> None:
+    def __init__(self, lines: Iterable[JsonDict] = ()) -> None:
         self.loss = Curve(1000)
         self.val: list[tuple[int, float]] = []
         """Tokens and validation loss of every evaluation."""
@@ -74,7 +75,7 @@ class RunCurves:
         for line in lines:
             self.add(line)
 
-    def add(self, line: dict[str, Any]) -> None:
+    def add(self, line: JsonDict) -> None:
         """Add a line; events are ignored."""
         if "loss" in line and "event" not in line:
             self.loss.add(line["tokens"], line["loss"])

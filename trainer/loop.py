@@ -13,7 +13,7 @@ from common.console import say, warn
 from common.exits import AGAIN
 from common.files import make_directory, write_or_warn
 from common.memory import out_of_memory
-from common.settings import UserError
+from common.settings import JsonDict, UserError
 from common.words import overrides
 from data.loader import Prefetch
 from trainer.announce import TrainingProgress, announce
@@ -133,9 +133,7 @@ def local_micro_batches(run: Run, step: int) -> MicroBatches:
     return list(zip(token_ids, targets, strict=True))
 
 
-def take_step(
-    run: Run, micro_batches: MicroBatches, asked_to_stop: Callable[[], bool]
-) -> tuple[dict[str, Any], bool] | None:
+def take_step(run: Run, micro_batches: MicroBatches, asked_to_stop: Callable[[], bool]) -> tuple[JsonDict, bool] | None:
     """Take the run's next step, or skip it if it is bad.
 
     Returns:
@@ -178,7 +176,7 @@ def take_step(
     return _line(run, **figures, **tiles), result.stop
 
 
-def _skip(run: Run, reason: str) -> dict[str, Any]:
+def _skip(run: Run, reason: str) -> JsonDict:
     """Skip a bad step, and return its line; raise UserError if the run must halt, as runtime.on_nonfinite says."""
     config, step = run.config, run.state.step + 1
     if bad := first_not_finite(run.gpt.named_parameters(), run.world):
@@ -197,7 +195,7 @@ def _skip(run: Run, reason: str) -> dict[str, Any]:
     return _line(run, event="skipped", reason=reason)
 
 
-def _line(run: Run, **values: Any) -> dict[str, Any]:
+def _line(run: Run, **values: Any) -> JsonDict:
     """A line of metrics.jsonl."""
     return {"step": run.state.step, "tokens": run.config.tokens(run.state.step), **values}
 
@@ -274,7 +272,7 @@ class Records:
         self.curves = RunCurves(read_metrics(self.log.path))
         self._trackers = open_trackers(run.config.tracker, run.state.run_id, run_dir, config, resumed_at=step)
 
-    def write(self, line: dict[str, Any]) -> None:
+    def write(self, line: JsonDict) -> None:
         """Write a line."""
         if self.log is not None:
             self.log.write(line)

@@ -5,12 +5,12 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import orjson
 
 from common.console import count, warn
 from common.files import file_size, sync_directory, write_atomic
+from common.settings import JsonDict
 
 
 class MetricsLog:
@@ -39,7 +39,7 @@ class MetricsLog:
         if new:
             sync_directory(self.path.parent)
 
-    def write(self, line: dict[str, Any]) -> None:
+    def write(self, line: JsonDict) -> None:
         """Append a line. It is in the file when this returns; on a full disk it waits in memory for the next call."""
         with self._lock:
             self._recent += (json.dumps(line, allow_nan=False) + "\n").encode()
@@ -109,7 +109,7 @@ def _drop_later(path: Path, step: int) -> int:
     return last
 
 
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+def read_metrics(path: Path) -> Iterator[JsonDict]:
     """Yield the lines of a metrics.jsonl, one at a time.
 
     Lines that cannot be read are left out, with a warning; an incomplete last line, left by a crash, without.
@@ -117,7 +117,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     return (line for line, _, _ in _lines(path))
 
 
-def _lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes, int]]:
+def _lines(path: Path) -> Iterator[tuple[JsonDict, bytes, int]]:
     """Yield each line that can be read, as values and as text, and the offset of its end."""
     damaged = 0
     with open(path, "rb") as file:
@@ -130,12 +130,12 @@ def _lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes, int]]:
         warn(f"{path}: left out {count(damaged, 'line')} that cannot be read")
 
 
-def _parse(text: bytes) -> dict[str, Any] | None:
+def _parse(text: bytes) -> JsonDict | None:
     """Return a line with what all readers need of it; None: it is not whole."""
     if not text.endswith(b"\n"):
         return None
     try:
-        line: dict[str, Any] = orjson.loads(text)
+        line: JsonDict = orjson.loads(text)
         losses = [line[key] + 0.0 for key in ("loss", "val_loss") if key in line]
         counts = [line["step"], *([line["tokens"]] if losses else [])]
         whole = all(type(count) is int for count in counts) and isinstance(line.get("sample", ""), str)

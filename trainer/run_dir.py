@@ -11,7 +11,7 @@ import torch
 from common.commit import git_commit
 from common.console import say, warn
 from common.files import owned, read_json, write_json
-from common.settings import UserError, differences
+from common.settings import JsonDict, UserError, differences
 from common.words import in_hydras_grammar
 from trainer.distributed import World
 from trainer.runtime import device_name
@@ -53,7 +53,7 @@ def own_run(run_dir: Path) -> AbstractContextManager[None]:
     return owned(run_dir / "run.lock", taken)
 
 
-def write_config(path: Path, config: dict[str, Any], world: World, found: dict[str, Any], resumed: bool) -> None:
+def write_config(path: Path, config: JsonDict, world: World, found: JsonDict, resumed: bool) -> None:
     """Write config.json: the configuration, and the versions, devices and environment that a run's numbers depend on.
 
     Prints what changed since the run was last started. `found` is what else is known about model and device.
@@ -81,7 +81,7 @@ def changes_of(changed: dict[str, tuple[Any, Any]], before: str) -> list[str]:
     ]
 
 
-def _say_changes(path: Path, config: dict[str, Any], environment: dict[str, Any]) -> None:
+def _say_changes(path: Path, config: JsonDict, environment: JsonDict) -> None:
     """Print what differs from config.json, of settings and of what rounding depends on."""
     try:
         file = read_json(path)

@@ -7,18 +7,18 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from common import exits
 from common.console import say, warn
-from common.settings import Settings
+from common.settings import JsonDict, Settings
 
 _MOST_LINES = 10_000  # that wait for a tracker
 _TENSORBOARD_SECONDS = 60.0
 
-Log = Callable[[dict[str, Any]], object]
+Log = Callable[[JsonDict], object]
 
 
 class WandbConfig(Settings, defaults="tracker/wandb:wandb"):
@@ -73,12 +73,12 @@ class Tracker:
             library: opens the library, gives what logs a line, and sends what is left when it is closed.
         """
         self._name, self._every, self._finish_seconds = name, every, finish_seconds
-        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue(_MOST_LINES)
+        self._lines: queue.Queue[JsonDict | None] = queue.Queue(_MOST_LINES)
         self._failed = False
         self._thread = threading.Thread(target=self._work, args=(library,), name=name, daemon=True)
         self._thread.start()
 
-    def log(self, line: dict[str, Any] | None) -> None:
+    def log(self, line: JsonDict | None) -> None:
         """Send a line; None: there are no more. Does not wait."""
         if self._failed or (line is not None and "loss" in line and line["step"] % self._every):
             return
@@ -110,7 +110,7 @@ class Tracker:
 
 
 def open_trackers(
-    config: TrackerConfig, run_id: str, run_dir: Path, settings: dict[str, Any], resumed_at: int
+    config: TrackerConfig, run_id: str, run_dir: Path, settings: JsonDict, resumed_at: int
 ) -> list[Tracker]:
     """Start the trackers of a run with these settings, which continues after the step `resumed_at`, or is new (0)."""
     trackers = []
@@ -124,7 +124,7 @@ def open_trackers(
 
 
 @contextmanager
-def _wandb(config: WandbConfig, run_id: str, run_dir: Path, settings: dict[str, Any]) -> Iterator[Log]:
+def _wandb(config: WandbConfig, run_id: str, run_dir: Path, settings: JsonDict) -> Iterator[Log]:
     import wandb
 
     run = wandb.init(
@@ -155,7 +155,7 @@ def _tensorboard(folder: Path, resumed_at: int) -> Iterator[Log]:
 
     writer = SummaryWriter(str(folder), purge_step=resumed_at + 1)  # earlier lines of later steps are ignored
 
-    def log(line: dict[str, Any]) -> None:
+    def log(line: JsonDict) -> None:
         for key, value in line.items():
             if isinstance(value, int | float) and key != "step":
                 writer.add_scalar(key, value, line["step"])

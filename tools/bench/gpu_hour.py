@@ -7,14 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import PositiveFloat
 
 from common.console import say
 from common.files import make_directory, read_json, write_json
-from common.settings import UserError
+from common.settings import JsonDict, UserError
 from model.ops.checks import NESTED, cache_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +79,7 @@ def run_stages(stages: Stages, minutes: float, out: Path) -> None:
     say(f"written to {path.parent}: report.json has everything, and the .txt files what each stage printed")
 
 
-def report_of(name: str, arguments: list[str], limit: float, out: Path) -> dict[str, Any]:
+def report_of(name: str, arguments: list[str], limit: float, out: Path) -> JsonDict:
     """Run a stage. Return its outcome, figures, finished checks of kernels, and the end of what it printed."""
     figures, output, started = out / f"{name}.json", out / f"{name}.txt", time.time()
     figures.unlink(missing_ok=True)

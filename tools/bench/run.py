@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from common.console import count, say
 from common.files import make_directory, refuse_foreign, write_json
-from common.settings import Settings, UserError
+from common.settings import JsonDict, Settings, UserError
 from common.words import Items
 from tools.bench import data, decode, operators, train
 from tools.bench.harness import Row, failures, machine, print_table
@@ -63,7 +63,7 @@ def bench(options: BenchConfig) -> None:
         make_directory(options.out.absolute().parent, "out")
         refuse_foreign(b'"machine"', options.out)
     given = options.model_dump(mode="json")
-    found: dict[str, Any] = {"options": given, "machine": machine()}
+    found: JsonDict = {"options": given, "machine": machine()}
     for what in options.what:
         measure, title = MEASURES[what]
         tables = measure(options)

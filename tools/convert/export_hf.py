@@ -7,13 +7,12 @@ modules, which transformers runs with trust_remote_code=True. Neither needs log-
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from common.console import say
 from common.files import make_directory, owned, write_json
-from common.settings import UserError, decode
+from common.settings import JsonDict, UserError, decode
 from data.chat import ChatTokenizer
 from data.tokenizer import Tokenizer
 from model.gpt import GPT, GPTConfig
@@ -85,7 +84,7 @@ def _without_padding(gpt: GPT, n_vocab: int) -> tuple[GPTConfig, dict[str, Tenso
     return config, tensors | by_token
 
 
-def _own_config(config: GPTConfig, document_start: int | None) -> dict[str, Any]:
+def _own_config(config: GPTConfig, document_start: int | None) -> JsonDict:
     """Return config.json for a model with its own code: the architecture, and keys that other programs look for."""
     limit = {} if config.max_len is None else {"max_position_embeddings": config.max_len}
     return {

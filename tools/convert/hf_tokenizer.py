@@ -2,13 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import ConfigDict
 
 from common.console import warn
 from common.files import read_json
-from common.settings import Settings, UserError, decode
+from common.settings import JsonDict, Settings, UserError, decode
 from data.chat import MARKERS, ChatTokenizer
 from data.tokenizer import END_OF_TEXT, LARGEST_FILE, RankTokenizer, Tokenizer, byte_characters
 
@@ -20,7 +20,7 @@ def _text(token: bytes) -> str:
     return "".join(byte_characters()[byte] for byte in token)
 
 
-def tokenizer_files(tokenizer: Tokenizer, max_len: int | None) -> dict[str, Any]:
+def tokenizer_files(tokenizer: Tokenizer, max_len: int | None) -> JsonDict:
     """tokenizer.json and tokenizer_config.json, as plain data. The ids are ours, except in texts with the characters
     <|endoftext|> or those of a marker, which Hugging Face reads as that token. A word that is a token is never split
     (ignore_merges), as in tiktoken; padding is on the left, so that prompts of several lengths can be continued

@@ -11,7 +11,7 @@ from torch import Tensor
 from common.console import count, say
 from common.figures import png
 from common.files import make_directory, refuse_foreign, write_atomic
-from common.settings import UserError, decode
+from common.settings import JsonDict, UserError, decode
 from model.attention.base import Attention
 from model.attention.log_space import LogSpaceAttention
 from model.attention.longformer import LongformerAttention
@@ -26,7 +26,7 @@ Panels = dict[str, tuple[Tensor, Tensor]]
 """Weights and mask, (T, T), by title."""
 
 
-def draw(checkpoint: Path | None, head: int, text: str, out: Path, panels: dict[str, dict[str, Any]]) -> None:
+def draw(checkpoint: Path | None, head: int, text: str, out: Path, panels: dict[str, JsonDict]) -> None:
     """Write the picture of a checkpoint's layers, or of mechanisms: `panels` has their settings by title."""
     make_directory(out.parent, "out")
     refuse_foreign(b"Matplotlib", out)
@@ -37,7 +37,7 @@ def draw(checkpoint: Path | None, head: int, text: str, out: Path, panels: dict[
     say(f"{count(len(found), 'panel')} written to {out}")
 
 
-def of_mechanisms(text: str, settings: dict[str, dict[str, Any]]) -> tuple[list[str], Panels]:
+def of_mechanisms(text: str, settings: dict[str, JsonDict]) -> tuple[list[str], Panels]:
     """Return the words, and a panel for every mechanism; a repeated word is the same token."""
     words = text.split()
     ids = torch.tensor([[words.index(word) for word in words]])  # (1, T)

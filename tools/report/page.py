@@ -19,6 +19,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from common.figures import log_scale, png, short_count
+from common.settings import JsonDict
 from tools.report.records import Point, Record, in_bits, labels, lowest_loss, printable, shown, varying_settings
 
 _HERE = Path(__file__).parent
@@ -59,7 +60,7 @@ def page_of(records: Sequence[Record], title: str, refresh: float | None = None)
     return re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], page)  # one pass: what parts contain stays
 
 
-def _json(data: dict[str, Any]) -> str:
+def _json(data: JsonDict) -> str:
     """Return JSON that cannot end the HTML element that contains it."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -15,7 +15,7 @@ from typing import Any
 
 from common.console import warn
 from common.files import file_size, open_file, read_json
-from common.settings import UserError, differences
+from common.settings import JsonDict, UserError, differences
 from trainer.curves import Curve
 from trainer.metrics import read_metrics
 
@@ -39,7 +39,7 @@ class Record:
 
     name: str
     """Its folder, relative to the one that holds all runs of the report."""
-    settings: dict[str, Any]
+    settings: JsonDict
     """Its configuration, flat: {"optim.max_lr": 0.01}; null and absent are the same."""
     curves: dict[str, list[Point]]
     """Points by what they are of, as TRAINING and EVALUATION name it; of several runs, the mean where all have one."""
@@ -171,7 +171,7 @@ def _read(folder: Path, common: Path) -> Record | None:
     return Record(name, settings, curves, known | _figures(curves), failure=_failure(folder))
 
 
-def _stored(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _stored(folder: Path) -> tuple[JsonDict, JsonDict]:
     """Return a run's configuration and its environment."""
     try:
         raw = read_json(folder / "config.json")
@@ -183,7 +183,7 @@ def _stored(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return config, environment
 
 
-def _curves(lines: Iterable[dict[str, Any]], flops_per_token: float | None) -> dict[str, list[Point]]:
+def _curves(lines: Iterable[JsonDict], flops_per_token: float | None) -> dict[str, list[Point]]:
     """Return the points of training and of evaluations.
 
     Seconds count only training, by the rate in each line, without evaluations, saves and pauses.
