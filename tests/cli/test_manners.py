@@ -132,6 +132,7 @@ def test_a_command_answers_what_a_user_can_mend_in_one_line(script):
         (MemoryError(), "out of memory: use smaller batches"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: ..."), "out of memory: use smaller batches"),
         (RuntimeError("CUDA error: no kernel image is available for execution\non"), "this torch has no kernels for"),
+        (ModuleNotFoundError(name="uvicorn"), "uvicorn is not installed: pip install -e '.[serve]'"),
     ],
 )
 def test_what_the_machine_lacks_is_one_line(script, error, line):

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import ranks
 import simulated_gpu
 
 from tools import doctor
@@ -42,7 +43,7 @@ def test_a_stage_that_fails_or_hangs_is_reported_and_the_rest_goes_on(tmp_path, 
         interrupted.append(True)
         raise subprocess.TimeoutExpired(child, timeout)
 
-    child = f"import subprocess as s, sys; s.Popen([sys.executable, '-c', 'import time; time.sleep(60) # {tmp_path}'])"
+    child = f"import subprocess as s, sys; s.Popen([sys.executable, '-c', 'import time; time.sleep(600) # {tmp_path}'])"
     child += f"\ntry: {append(ready, '')}; s.time.sleep(60)\nexcept KeyboardInterrupt: print('2 failed so far')"
     monkeypatch.setattr(subprocess.Popen, "wait", waited)
     bad = "import sys; print('so bad'); sys.exit(3)"
@@ -53,8 +54,8 @@ def test_a_stage_that_fails_or_hangs_is_reported_and_the_rest_goes_on(tmp_path, 
     assert (tmp_path / "ran").read_text() == "g"
     printed = {name: row["printed"] for name, row in json.loads((tmp_path / "report.json").read_text()).items()}
     assert printed == {"bad": "so bad\n", "hangs": "2 failed so far\n", "good": ""}
-    while any(f"time.sleep(60) # {tmp_path}".encode() in line for line in commands()):  # the kernel ends it in its time
-        time.sleep(0.01)
+    what = f"time.sleep(600) # {tmp_path}".encode()  # the kernel ends it in its time
+    ranks.wait_until(lambda: not any(what in line for line in commands()), "the end of all processes", seconds=60)
 
 
 def commands():
