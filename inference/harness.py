@@ -88,7 +88,7 @@ def find_tasks(names: str, manager: Any) -> list[str]:
     Raises:
         UserError: a name matches no task.
     """
-    wanted = names.replace(",", " ").split()
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
     for name in wanted:
         if not manager.match_tasks([name]):
             raise UserError(f"task {name!r} does not exist: {nearest(name, manager.all_tasks)}")

@@ -266,6 +266,7 @@ def test_mistakes_cost_one_line(command, trained, tasks, monkeypatch):
 
     misspelt = "tasks=local_multiple_choise"
     assert not refused("'local_multiple_choise' does not exist: did you mean 'local_mul", own, misspelt)
+    assert not refused("task 'local multiple' does not exist", own, "tasks=local multiple")
     assert not refused("tasks is empty: give names of tasks, such as tasks=lambada_openai,hellaswag", own)
     assert not refused("max_length=25 is more than the model's 24 learned positions: lower it", choice, "max_length=25")
     assert not refused("include_path=/no/such is not a folder", choice, "include_path=/no/such")
