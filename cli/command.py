@@ -121,7 +121,7 @@ def _run(config_name: str, run: Command, texts: dict[str, str], debug: bool) -> 
             raise UserError(f"{word} ends with a carriage return: store your script with Unix line ends")
         if re.match(r"-(?!cd$|help$)[a-z]\w", word):  # argparse reads -max_steps as -m
             refuse_misplaced(word, config_name, False, "")
-    flags, options = _parser().parse_known_args()
+    flags, options = _parser(config_name).parse_known_args()
     overrides = [f"{key}=null" if (key := option.partition("=")[0]) in texts else option for option in options]
     if flags.help:
         return print(help_of(config_name))
@@ -148,12 +148,12 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(config_name: str) -> argparse.ArgumentParser:
     parser = _Parser(add_help=False, allow_abbrev=False)
     instead = parser.add_mutually_exclusive_group()
     parser.add_argument("-h", "-help", "--help", action="store_true")
     parser.add_argument("--debug", action="store_true")
     instead.add_argument("-m", "--multirun", action="store_true")
-    instead.add_argument("-c", "--cfg", choices=["job", "run_dir"])
+    instead.add_argument("-c", "--cfg", choices=["job", "run_dir"] if config_name in ("train", "plan") else ["job"])
     parser.add_argument("-cd", "--config-dir")
     return parser

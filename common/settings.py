@@ -38,6 +38,8 @@ def line_for(error: BaseException) -> str | None:
         return f"{error.filename}: {error.strerror}"
     if out_of_memory(error):
         return "out of memory: use smaller batches, shorter texts or a smaller model"
+    if str(error).startswith("Symlink loop"):  # of Path.resolve, before Python 3.13
+        return f"{error}: these links lead to no file or folder"
     if "no kernel image is available" in str(error):
         return "this torch has no kernels for this GPU: scripts/doctor.py says what to install; or use the CPU"
     return " ".join(str(error).split()) if isinstance(error, UserError | OSError) else None

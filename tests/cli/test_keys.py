@@ -95,6 +95,7 @@ def test_a_number_is_a_name_where_a_text_is_expected(command, name):
     shown = yaml.safe_load(command("train", "--cfg", "job", *options).out)
     assert [shown["run_dir"], shown["dataset_dir"], shown["tracker"]["wandb"]["project"]] == [name] * 3
     assert command("train", "--cfg", "run_dir", *options).out == f"{name}\n"
+    assert "invalid choice: 'run_dir'" in command("eval", "--cfg", "run_dir", "checkpoint=x").err
 
 
 def test_a_number_in_a_file_is_a_name_too(tmp_path):

@@ -144,6 +144,12 @@ def test_what_the_machine_lacks_is_one_line(script, error, line):
     assert err.startswith(f"error: {line}")
 
 
+def test_links_that_lead_to_themselves_are_one_line(script, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    status, out, err = script(lambda options: (tmp_path / "loop").resolve().read_text())
+    assert (status, out, err.count("\n"), f"{tmp_path}/loop" in err) == (1, "", 1, True)
+
+
 def test_an_error_of_the_system_is_its_file_and_its_reason(script):
     assert script(lambda options: Path("no/such").read_text()) == (1, "", "error: no/such: No such file or directory\n")
 
