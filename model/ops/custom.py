@@ -6,6 +6,7 @@ derivatives to be zero, without an error. The decorators of torch.compiler would
 seconds in every command. On GPUs, torch.cumsum has other bits every time.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,6 +18,17 @@ from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def operator(name: str) -> Any:
+    """Do what torch.library.custom_op does, in a namespace where the name is free.
+
+    A second operator of the same name would free the first one's memory. A process may have this code twice: an
+    exported model, and a copy of it that transformers saved.
+    """
+    spaces = itertools.chain(["log_gpt"], (f"log_gpt_{i}" for i in itertools.count(2)))
+    space = next(space for space in spaces if not hasattr(getattr(torch.ops, space), name))
+    return torch.library.custom_op(f"{space}::{name}", mutates_args=())
 
 
 def assume_constant_result(function: F) -> F:

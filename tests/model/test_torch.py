@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from model.gpt import GPT
+from model.ops import custom
 from model.ops.linear_cross_entropy import _summed_loss
 from model.ops.log_attention import log_attention
 from model.ops.log_attention.chunked import _attend, _attend_backward
@@ -148,3 +149,11 @@ def test_functions_of_kernels_may_return_none_in_triton_3_6(monkeypatch):
     none, one = constexpr(None), constexpr(1)
     assert semantic.to_tensor(None, none) is none
     assert semantic.to_tensor(None, one) == ("a tensor of", one)
+
+
+def test_an_operator_of_a_second_copy_of_this_code_leaves_that_of_the_first():
+    def sign(x: torch.Tensor) -> torch.Tensor:
+        return x.sign()
+
+    copies = [custom.operator("sign")(sign) for _ in range(2)]
+    assert len({copy._qualname for copy in copies}) == 2

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from model.ops.checks import Tensors, compare
-from model.ops.custom import accumulation_dtype, as_autocast, refuse_second_order, refuse_transforms
+from model.ops.custom import accumulation_dtype, as_autocast, operator, refuse_second_order, refuse_transforms
 from model.ops.kernels import choose_form
 
 _ITSELF, _OTHER = "summed_loss", "token_losses(...).sum()"
@@ -65,7 +65,7 @@ def summed_loss(
     return _summed_loss(x, weight, targets, wanted, cap, backend)[0]
 
 
-@torch.library.custom_op("log_gpt::summed_cross_entropy", mutates_args=())
+@operator("summed_cross_entropy")
 def _summed_loss(
     x: Tensor, weight: Tensor, targets: Tensor, wanted: bool, cap: float | None, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from model.ops.custom import accumulation_dtype, refuse_second_order, refuse_transforms
+from model.ops.custom import accumulation_dtype, operator, refuse_second_order, refuse_transforms
 from model.ops.gates import log_f_gradient, times
 from model.ops.log_attention import exact
 from model.ops.log_attention.chunks import CHUNK, batches, block_chunks, blocks, write
@@ -68,7 +68,7 @@ def chunked_log_attention(
     return (log_y, LogAttentionState(log_s[..., :-1], log_s[..., -1])) if return_state else log_y
 
 
-@torch.library.custom_op("log_gpt::log_attention", mutates_args=())
+@operator("log_attention")
 def _attend(
     q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, log_s: Tensor, causal: bool, want_state: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -201,7 +201,7 @@ def _of_heads(inputs: Inputs, heads: Tensor) -> Inputs:
     return inputs.each(lambda x: x[heads].unsqueeze(1).double())
 
 
-@torch.library.custom_op("log_gpt::log_attention_backward", mutates_args=())
+@operator("log_attention_backward")
 def _attend_backward(
     g: Sequence[Tensor], inputs: Sequence[Tensor | None], M: Tensor, doubtful: Tensor, causal: bool
 ) -> list[Tensor]:

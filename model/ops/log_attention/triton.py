@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.ops.custom import accumulation_dtype, refuse_second_order, refuse_transforms
+from model.ops.custom import accumulation_dtype, operator, refuse_second_order, refuse_transforms
 from model.ops.log_attention.chunked import NAMES
 from model.ops.log_attention.chunks import CHUNK
 from model.ops.log_attention.exact import recomputed_tiles
@@ -73,7 +73,7 @@ class _Tensors(NamedTuple):
     log_z: Tensor | None
 
 
-@torch.library.custom_op("log_gpt::log_attention_triton", mutates_args=())
+@operator("log_attention_triton")
 def _attend(
     q: Tensor,
     k: Tensor,
@@ -135,7 +135,7 @@ def _empty_results(
     )
 
 
-@torch.library.custom_op("log_gpt::log_attention_triton_backward", mutates_args=())
+@operator("log_attention_triton_backward")
 def _attend_backward(
     g: Sequence[Tensor], inputs: Sequence[Tensor | None], saved: Sequence[Tensor], segments: int
 ) -> list[Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from model.ops.checks import Tensors, compare
-from model.ops.custom import accumulation_dtype, refuse_second_order, refuse_transforms
+from model.ops.custom import accumulation_dtype, operator, refuse_second_order, refuse_transforms
 from model.ops.kernels import choose_form
 from model.ops.log_recurrence import chunked
 
@@ -61,7 +61,7 @@ def log_recurrence(
     return s.to(h.dtype), s[:, -1].clone()  # a view would keep the sequence in memory
 
 
-@torch.library.custom_op("log_gpt::log_recurrence", mutates_args=())
+@operator("log_recurrence")
 def _recur(log_p: Tensor, h: Tensor, start: Tensor, backend: str) -> Tensor:
     """log_p (B, T, D), h (B, T, D), start (B, D) -> s (B, T, D) in the type of start."""
     if log_p.device.type == "cpu" and log_p.amax() > 0:
@@ -75,7 +75,7 @@ def _(log_p: Tensor, h: Tensor, start: Tensor, backend: str) -> Tensor:
     return h.new_empty(h.shape, dtype=start.dtype)
 
 
-@torch.library.custom_op("log_gpt::log_recurrence_backward", mutates_args=())
+@operator("log_recurrence_backward")
 def _recur_backward(
     g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, s: Tensor, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
