@@ -106,8 +106,14 @@ def _failed(folder: Path) -> str:
 
 
 def _by_kind(options: list[str]) -> tuple[list[str], list[list[str]], dict[str, str], list[str]]:
-    """Return the options that all jobs have; for each key with several values, KEY=VALUE for each; by key, the options
-    with several values or a range; and those for Hydra itself."""
+    """Sort the options of a sweep.
+
+    Returns:
+        Options that all jobs have.
+        For each key with several values: KEY=VALUE for each value.
+        By key: the option with several values or a range.
+        Options for Hydra itself.
+    """
     fixed, values, swept, for_hydra = [], [], {}, []
     parsed = OverridesParser.create().parse_overrides(read_options(options, in_sweep=True))
     for key, option in {option.get_key_element(): option for option in parsed}.items():

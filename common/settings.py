@@ -95,8 +95,9 @@ class Settings(BaseModel):
             given, refused = without_removed(given, cls.model_fields)
             for setting, instead in refused.items():
                 raise PydanticCustomError("removed", "{instead}", {"setting": setting, "instead": instead})
-            for key in (str(key) for key in given if key not in cls.model_fields):
-                raise PydanticCustomError("unknown_key", "{hint}", {"key": key, "hint": nearest(key, cls.model_fields)})
+            if unknown := [str(key) for key in given if key not in cls.model_fields]:
+                hint = {"key": unknown[0], "hint": nearest(unknown[0], cls.model_fields)}
+                raise PydanticCustomError("unknown_key", "{hint}", hint)
         for key, value in given.items():
             if isinstance(value, bool) and re.search(r"\b(int|float)\b", str(cls.model_fields.get(key))):
                 given = given | {key: str(value).lower()}  # pydantic reads true as 1

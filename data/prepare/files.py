@@ -113,5 +113,5 @@ def _below(folder: str, parts: list[str], left_out: dict[str, str], seen: set[tu
 
 def some_of(items: list[str]) -> str:
     """Return the first of some items for a message, and how many others there are."""
-    others = len(items) - 4
-    return ", ".join([*items[:4], *[f"and {others} more"] * (others > 0)])
+    first, others = items[:4], len(items) - 4
+    return ", ".join([*first, f"and {others} more"] if others > 0 else first)
