@@ -4,4 +4,6 @@ from cli import command
 
 if __name__ == "__main__":
     texts = ("prompt", "stop", "system")
-    command("sample", "inference.sample:run_sampling", "inference.sample:SampleConfig", text_keys=texts)
+    command(
+        "sample", "inference.sample:run_sampling", "inference.sample:SampleConfig", text_keys=texts
+    )

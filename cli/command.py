@@ -50,18 +50,29 @@ def command(
         check: the name of a function that raises UserError for what can be known before `run`; a sweep calls it for
             all jobs before the first one runs.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost process is one line of ours, not twenty of torch's
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # a lost process is one line of ours, not twenty of torch's
     logging.getLogger().setLevel(logging.ERROR)
     guard_output(lossy=config_name == "train")  # whose work is not its output
     debug = "--debug" in sys.argv
-    texts = dict(word.split("=", 1) for word in sys.argv[1:] if word.startswith(tuple(f"{key}=" for key in text_keys)))
+    texts = dict(
+        word.split("=", 1)
+        for word in sys.argv[1:]
+        if word.startswith(tuple(f"{key}=" for key in text_keys))
+    )
 
     def work(config: JsonDict, only_check: bool = False) -> float | None:
         function: Command = resolve_name(run)
         try:
-            decoded = decode(resolve_name(settings) if settings else _arguments(function), _with_texts(config, texts))
+            decoded = decode(
+                resolve_name(settings) if settings else _arguments(function),
+                _with_texts(config, texts),
+            )
         except UserError as error:
-            comment = comments_of(config, config_name).get(re.sub(r"\.\d+$", "", error.key))  # also of a list's item
+            comment = comments_of(config, config_name).get(
+                re.sub(r"\.\d+$", "", error.key)
+            )  # also of a list's item
             raise UserError(f"{error} ({comment})" if comment else error) from None
         if only_check:
             return resolve_name(check)(decoded) if check else None
@@ -102,13 +113,18 @@ def reported(run: Callable[[], None], debug: bool, when_interrupted: str) -> int
     except ModuleNotFoundError as error:
         if debug or error.name not in EXTRAS:
             raise
-        message, status = f"{error.name} is not installed: pip install -e '.[{EXTRAS[error.name]}]'", 1
+        message, status = (
+            f"{error.name} is not installed: pip install -e '.[{EXTRAS[error.name]}]'",
+            1,
+        )
     except Exception as error:
         message, status = line_for(error) or "", 1
         if debug or not message:
             raise
     rank = os.environ.get("LOCAL_RANK", "0")
-    if rank != "0":  # the first process of a machine reports what all of them meet, and torchrun ends the others
+    if (
+        rank != "0"
+    ):  # the first process of a machine reports what all of them meet, and torchrun ends the others
         time.sleep(2)
         message = f"process {rank}: {message}"
     print_error(message)
@@ -118,11 +134,16 @@ def reported(run: Callable[[], None], debug: bool, when_interrupted: str) -> int
 def _run(config_name: str, run: Command, texts: dict[str, str], debug: bool) -> None:
     for word in sys.argv[1:]:
         if word.endswith("\r"):
-            raise UserError(f"{word} ends with a carriage return: store your script with Unix line ends")
+            raise UserError(
+                f"{word} ends with a carriage return: store your script with Unix line ends"
+            )
         if re.match(r"-(?!cd$|help$)[a-z]\w", word):  # argparse reads -max_steps as -m
             refuse_misplaced(word, config_name, False, "")
     flags, options = _parser(config_name).parse_known_args()
-    overrides = [f"{key}=null" if (key := option.partition("=")[0]) in texts else option for option in options]
+    overrides = [
+        f"{key}=null" if (key := option.partition("=")[0]) in texts else option
+        for option in options
+    ]
     if flags.help:
         return print(help_of(config_name))
     for i, option in enumerate(overrides):
@@ -154,6 +175,8 @@ def _parser(config_name: str) -> argparse.ArgumentParser:
     parser.add_argument("-h", "-help", "--help", action="store_true")
     parser.add_argument("--debug", action="store_true")
     instead.add_argument("-m", "--multirun", action="store_true")
-    instead.add_argument("-c", "--cfg", choices=["job", "run_dir"] if config_name in ("train", "plan") else ["job"])
+    instead.add_argument(
+        "-c", "--cfg", choices=["job", "run_dir"] if config_name in ("train", "plan") else ["job"]
+    )
     parser.add_argument("-cd", "--config-dir")
     return parser

@@ -20,7 +20,9 @@ from cli.options import as_text, bare_keys, groups_of, is_text, meant, takes_one
 from common.settings import CONFIGS, JsonDict, UserError, nearest
 from common.words import in_hydras_grammar
 
-OmegaConf.clear_resolver("oc.env")  # a downloaded experiment could send the environment elsewhere; shells have $HOME
+OmegaConf.clear_resolver(
+    "oc.env"
+)  # a downloaded experiment could send the environment elsewhere; shells have $HOME
 
 
 def compose(config_name: str, overrides: list[str], config_dir: str | None = None) -> DictConfig:
@@ -33,7 +35,9 @@ def compose(config_name: str, overrides: list[str], config_dir: str | None = Non
     if config_dir:
         folder = Path(os.path.expanduser(config_dir)).resolve()
         if not folder.is_dir():
-            raise UserError(f"--config-dir {config_dir} is not a folder: give one with files of groups, like configs/")
+            raise UserError(
+                f"--config-dir {config_dir} is not a folder: give one with files of groups, like configs/"
+            )
         options.append(f"hydra.searchpath=[{in_hydras_grammar(f'file://{folder}')}]")
     GlobalHydra.instance().clear()
     try:
@@ -46,7 +50,9 @@ def compose(config_name: str, overrides: list[str], config_dir: str | None = Non
         raise UserError(explain(error, config_name)) from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         # Hydra does not check what a file sets under `hydra`.
-        raise UserError(f"Hydra failed ({error!r}): if a configuration file sets hydra, remove that") from error
+        raise UserError(
+            f"Hydra failed ({error!r}): if a configuration file sets hydra, remove that"
+        ) from error
     for group in groups_of(config_name):
         section = group.replace("/", ".")
         found = OmegaConf.select(composed, section, default={})
@@ -65,7 +71,9 @@ def read_options(options: list[str], in_sweep: bool = False) -> list[str]:
         UserError: a bracket or a quote is not closed, or an option has several values outside of a sweep.
     """
     parse, read = OverridesParser.create().parse_override, []
-    for option in (bare_keys(option.lstrip("+")) for option in options):  # Hydra adds keys by +; here all are there
+    for option in (
+        bare_keys(option.lstrip("+")) for option in options
+    ):  # Hydra adds keys by +; here all are there
         try:
             parsed = parse(option)
         except HydraException:
@@ -73,14 +81,22 @@ def read_options(options: list[str], in_sweep: bool = False) -> list[str]:
             continue
         if parsed.is_sweep_override() and not in_sweep:
             key, _, value = option.partition("=")
-            more = "" if "(" in value or takes_one_name(key) else f"; if {key} is a list, write '{key}=[{value}]'"
+            more = (
+                ""
+                if "(" in value or takes_one_name(key)
+                else f"; if {key} is a list, write '{key}=[{value}]'"
+            )
             if is_text(key):
                 more += f"; if it is one text, write '{key}=\"{value}\"'"
             elif re.fullmatch(r"-?\d+,\d+|\d+(,\d{3})+", value):
                 point = "" if re.fullmatch(r"[1-9]\d*(,\d{3})+", value) else "."
                 more += f"; for one number, write {key}={value.replace(',', point)}"
             raise UserError(f"{option} has several values: add -m for a run with each{more}")
-        read.append(as_text(option) if is_text(option) and isinstance(parsed.value(), int | float) else option)
+        read.append(
+            as_text(option)
+            if is_text(option) and isinstance(parsed.value(), int | float)
+            else option
+        )
     return read
 
 
@@ -100,10 +116,16 @@ def to_dict(composed: DictConfig, complete: bool = True) -> JsonDict:
         plain: JsonDict = OmegaConf.to_container(composed, resolve=True, throw_on_missing=complete)  # type: ignore
     except errors.MissingMandatoryValue as error:
         key = error.full_key
-        raise UserError(f"config key '{key}' is missing: give it a value, as in {key}=...") from None
+        raise UserError(
+            f"config key '{key}' is missing: give it a value, as in {key}=..."
+        ) from None
     except errors.OmegaConfBaseException as error:
         raise UserError(explain(error)) from None
-    texts = {key: str(value) for key, value in plain.items() if is_text(key) and isinstance(value, str | int | float)}
+    texts = {
+        key: str(value)
+        for key, value in plain.items()
+        if is_text(key) and isinstance(value, str | int | float)
+    }
     return plain | {key: os.path.expanduser(text) for key, text in texts.items()}
 
 
@@ -120,9 +142,19 @@ def explain(error: BaseException, config_name: str = "") -> str:
         if isinstance(cause, errors.InterpolationResolutionError | errors.GrammarParseError):
             key = str(cause.full_key).replace("_dummy_", "a group")
             return f"{key}: ${{...}} refers to nothing that is available: write the value, in a shell as $NAME"
-        if isinstance(cause, errors.ConfigKeyError | errors.ConfigAttributeError) and cause.parent_node is not None:
-            key, every = str(cause.full_key), _keys(OmegaConf.to_container(cause.parent_node._get_root()))
-            keys = [other for other in every if (other.split(".")[0] == "hydra") == key.startswith("hydra.")]
+        if (
+            isinstance(cause, errors.ConfigKeyError | errors.ConfigAttributeError)
+            and cause.parent_node is not None
+        ):
+            key, every = (
+                str(cause.full_key),
+                _keys(OmegaConf.to_container(cause.parent_node._get_root())),
+            )
+            keys = [
+                other
+                for other in every
+                if (other.split(".")[0] == "hydra") == key.startswith("hydra.")
+            ]
             if key not in keys:
                 return f"unknown config key '{key}': {meant(key, keys, groups_of(config_name))}"
         cause = cause.__cause__ or cause.__context__

@@ -10,7 +10,9 @@ from common.settings import CONFIGS, JsonDict
 
 def help_of(config_name: str) -> str:
     """Return the text of --help, which comes from configs/<config_name>.yaml: its first comment, groups and keys."""
-    comment, _, rest = (CONFIGS / f"{config_name}.yaml").read_text(encoding="utf-8").partition("\n\n")
+    comment, _, rest = (
+        (CONFIGS / f"{config_name}.yaml").read_text(encoding="utf-8").partition("\n\n")
+    )
     header = re.sub("^# ?", "", comment, flags=re.MULTILINE)
     keys = DEFAULTS.sub("", rest).split("\n")
     for file, section in re.findall(r"^  - (\w+)@(\w+)$", rest, re.MULTILINE):
@@ -26,9 +28,19 @@ def help_of(config_name: str) -> str:
 
 def _groups(config_name: str) -> Iterator[str]:
     for group, names in groups_of(config_name).items() if config_name != "plan" else ():
-        keys = {key: None for name in names for key in explained(CONFIGS / group / f"{name}.yaml") if key != "name"}
+        keys = {
+            key: None
+            for name in names
+            for key in explained(CONFIGS / group / f"{name}.yaml")
+            if key != "name"
+        }
         listed = "" if group == "experiment" or not keys else f"; keys {', '.join(keys)}"
-        yield fill(f"{group}: {', '.join(names)}{listed}", 120, subsequent_indent="  ", break_on_hyphens=False)
+        yield fill(
+            f"{group}: {', '.join(names)}{listed}",
+            120,
+            subsequent_indent="  ",
+            break_on_hyphens=False,
+        )
 
 
 def comments_of(composed: JsonDict, config_name: str) -> dict[str, str]:

@@ -11,7 +11,9 @@ from common.settings import JsonDict, UserError, values_of
 _OF_ONE_COMMAND = {"resume", "stop_at"}
 
 
-def compose_training(options: list[str], config_dir: str | None, complete: bool, config_name: str) -> JsonDict:
+def compose_training(
+    options: list[str], config_dir: str | None, complete: bool, config_name: str
+) -> JsonDict:
     """Compose train.yaml or plan.yaml with these options, over the settings of the run in run_dir, if it holds one.
 
     With an `experiment`, which is complete, or if a key is deleted (~KEY), the run's own settings are not used. Hydra
@@ -23,7 +25,12 @@ def compose_training(options: list[str], config_dir: str | None, complete: bool,
     own = _settings_of(run_dir) if continues else {}
     is_damaged, trains = (run_dir / "config.json").exists(), config_name == "train"
     enough = {"dataset_dir"} if trains else {"dataset_dir", "model"}
-    if continues and complete and not own and (not given.keys() & enough or (is_damaged and not trains)):
+    if (
+        continues
+        and complete
+        and not own
+        and (not given.keys() & enough or (is_damaged and not trains))
+    ):
         why = "a damaged config.json" if is_damaged else "no run to continue"
         more = " or dataset_dir=..." if trains else ""
         raise UserError(f"run_dir={given['run_dir']} holds {why}: give experiment=...{more}")
@@ -38,8 +45,12 @@ def compose_training(options: list[str], config_dir: str | None, complete: bool,
     ]
     trackers = [name for name in groups_of("train")["tracker"] if value_at(own, "tracker", name)]
     variants += [f"tracker=[{','.join(trackers)}]"] if trackers and "tracker" not in given else []
-    composed = to_dict(compose(config_name, ["dataset_dir=null", *variants, *options], config_dir), complete)
-    return with_known(_over(composed, own, {key.replace("/", ".") for key in given} | _OF_ONE_COMMAND), options)
+    composed = to_dict(
+        compose(config_name, ["dataset_dir=null", *variants, *options], config_dir), complete
+    )
+    return with_known(
+        _over(composed, own, {key.replace("/", ".") for key in given} | _OF_ONE_COMMAND), options
+    )
 
 
 def with_known(composed: JsonDict, options: list[str], continues: bool = True) -> JsonDict:
@@ -49,16 +60,28 @@ def with_known(composed: JsonDict, options: list[str], continues: bool = True) -
     """
     given = [key.replace("/", ".") for key in keys_and_values(options)]
     model = composed["model"]
-    own_model = _read(Path(str(composed["run_dir"]), "config.json"), "config", "model") if continues else {}
+    own_model = (
+        _read(Path(str(composed["run_dir"]), "config.json"), "config", "model") if continues else {}
+    )
     dataset = _read(Path(str(composed["dataset_dir"]), "manifest.json"), "tokenizer")
     usual = {values_of("model", name).get("n_vocab") for name in groups_of("train")["model"]}
     takes_model = composed["init_from"] is not None and "model" not in given
     if takes_model and (found := own_model or _model_of(Path(str(composed["init_from"])))):
-        model = _with_given(found, model, [key.removeprefix("model.") for key in given if key.startswith("model.")])
-        if "model.n_vocab" not in given:  # the dataset's tokenizer may have markers that the model's lacks
-            known_ids = [each for each in (model.get("n_vocab"), dataset.get("n_vocab")) if isinstance(each, int)]
+        model = _with_given(
+            found, model, [key.removeprefix("model.") for key in given if key.startswith("model.")]
+        )
+        if (
+            "model.n_vocab" not in given
+        ):  # the dataset's tokenizer may have markers that the model's lacks
+            known_ids = [
+                each
+                for each in (model.get("n_vocab"), dataset.get("n_vocab"))
+                if isinstance(each, int)
+            ]
             model = model | {"n_vocab": max(known_ids, default=None)}
-    elif isinstance(model, dict) and "model.n_vocab" not in given and model.get("n_vocab") in usual:  # else the user's
+    elif (
+        isinstance(model, dict) and "model.n_vocab" not in given and model.get("n_vocab") in usual
+    ):  # else the user's
         known = own_model or dataset or model
         model = model | {"n_vocab": known.get("n_vocab", model["n_vocab"])}
     return composed | {"model": model}
@@ -97,7 +120,9 @@ def _read(file: Path, *keys: str) -> JsonDict:
 def _settings_of(run_dir: Path) -> JsonDict:
     own = _read(run_dir / "config.json", "config")
     known = _read(run_dir / "config.json", "environment")
-    if own and "dataset_dir" in known and not Path(str(own.get("dataset_dir"))).exists():  # started in another folder
+    if (
+        own and "dataset_dir" in known and not Path(str(own.get("dataset_dir"))).exists()
+    ):  # started in another folder
         own["dataset_dir"] = known["dataset_dir"]
     return own  # {} of no run, or of a damaged record, of which training warns
 

@@ -45,7 +45,9 @@ class AlreadyReportedError(Exception):
     """A job of a sweep failed and has printed why."""
 
 
-def run_sweep(config_name: str, options: list[str], config_dir: str | None, run: Command, debug: bool) -> None:
+def run_sweep(
+    config_name: str, options: list[str], config_dir: str | None, run: Command, debug: bool
+) -> None:
     """Run a command once for every combination of values that Hydra's sweeper asks for.
 
     Raises:
@@ -56,7 +58,9 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
         first_job = compose(config_name, [*fixed, *(first for first, *_ in values)], config_dir)
         folder = Path(os.path.expanduser(first_job.get("run_dir", f"multirun/{config_name}")))
         if folder == Path():
-            raise UserError("run_dir is empty, or this folder: give one for the sweep, such as run_dir=runs/sweep")
+            raise UserError(
+                "run_dir is empty, or this folder: give one for the sweep, such as run_dir=runs/sweep"
+            )
         chosen = _settings_of_hydra(config_name, str(folder), list(swept), for_hydra).hydra
         configuration = partial(_configuration, config_name, fixed, config_dir)
         tries_all = chosen.runtime.choices["hydra/sweeper"] == "basic"
@@ -69,20 +73,33 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
         if not swept and not for_hydra:
             say("-m with one value for every key runs one job: write seed=1,2 for several")
 
-        def job(_: DictConfig) -> float | None:  # launchers pickle it for other processes and machines
+        def job(
+            _: DictConfig,
+        ) -> float | None:  # launchers pickle it for other processes and machines
             return _run_job(run, configuration, debug)
 
         refuse_foreign(b"hydra:", folder / "multirun.yaml")
         refuse_foreign(b"name: optuna", folder / "optimization_results.yaml")
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print over many lines
-        sys.argv[1:] = ["-m", *swept.values(), *for_hydra, *_settings_of_plugins(chosen, bool(swept))]
+        os.environ["HYDRA_FULL_ERROR"] = (
+            "1"  # Hydra then raises what it would print over many lines
+        )
+        sys.argv[1:] = [
+            "-m",
+            *swept.values(),
+            *for_hydra,
+            *_settings_of_plugins(chosen, bool(swept)),
+        ]
         for old in folder.glob(f"*=*/{_ERROR}"):
             old.unlink()
         hydra.main(version_base="1.3", config_path=None, config_name="sweep")(job)()
         if chosen.runtime.choices["hydra/sweeper"] == "optuna":
             _summarize(folder)
     except (AlreadyReportedError, BrokenExecutor) as error:
-        why = "a worker was killed: no memory?" if isinstance(error, BrokenExecutor) else f"see above{_failed(folder)}"
+        why = (
+            "a worker was killed: no memory?"
+            if isinstance(error, BrokenExecutor)
+            else f"see above{_failed(folder)}"
+        )
         again = "Fix the cause and run the same command again: finished jobs are skipped"
         raise UserError(f"some jobs of the sweep failed ({why}). {again}") from None
     except (HydraException, OmegaConfBaseException) as error:
@@ -93,7 +110,9 @@ def _summarize(folder: Path) -> None:
     """Print what a search has found, and which of its runs failed."""
     found = yaml.safe_load((folder / "optimization_results.yaml").read_text(encoding="utf-8"))
     if math.isinf(found["best_value"]):
-        raise UserError("every run of the search failed (see above): change what it varies, or what all runs share")
+        raise UserError(
+            "every run of the search failed (see above): change what it varies, or what all runs share"
+        )
     best = " ".join(f"{key}={value}" for key, value in found["best_params"].items())
     say(f"lowest validation loss {found['best_value']:.4f} nats per token: {best}")
     if failed := _failed(folder):
@@ -123,9 +142,15 @@ def _by_kind(options: list[str]) -> tuple[list[str], list[list[str]], dict[str, 
             swept[key] = str(option.input_line)
             if option.is_discrete_sweep():
                 is_glob = option.value_type is ValueType.GLOB_CHOICE_SWEEP
-                each = [] if is_glob else [f"{key}={value}" for value in option.sweep_string_iterator()]
+                each = (
+                    []
+                    if is_glob
+                    else [f"{key}={value}" for value in option.sweep_string_iterator()]
+                )
                 if not each:
-                    raise UserError(f"{option.input_line} names no value: write {key}=a,b for a run with each")
+                    raise UserError(
+                        f"{option.input_line} names no value: write {key}=a,b for a run with each"
+                    )
                 values.append(each)
         else:
             has_value = "=" in str(option.input_line)
@@ -133,7 +158,9 @@ def _by_kind(options: list[str]) -> tuple[list[str], list[list[str]], dict[str, 
     return fixed, values, swept, for_hydra
 
 
-def _configuration(config_name: str, fixed: list[str], config_dir: str | None, varied: Sequence[str]) -> JsonDict:
+def _configuration(
+    config_name: str, fixed: list[str], config_dir: str | None, varied: Sequence[str]
+) -> JsonDict:
     config = to_dict(compose(config_name, [*fixed, *varied], config_dir))
     if "run_dir" in config:
         own = sorted(option for option in varied if not option.startswith("run_dir="))
@@ -141,7 +168,9 @@ def _configuration(config_name: str, fixed: list[str], config_dir: str | None, v
     return with_known(config, [*fixed, *varied]) if config_name == "train" else config
 
 
-def _run_job(run: Command, configuration: Callable[[Sequence[str]], JsonDict], debug: bool) -> float | None:
+def _run_job(
+    run: Command, configuration: Callable[[Sequence[str]], JsonDict], debug: bool
+) -> float | None:
     """Run one job of a sweep. One that fails in a search is a result, too: the worst value."""
     now, run_dir = HydraConfig.get(), None
     searches = now.runtime.choices["hydra/sweeper"] == "optuna"
@@ -176,13 +205,19 @@ def _each_once(values: Sequence[Sequence[str]]) -> Iterator[tuple[str, ...]]:
         yield tuple(some[i % len(some)] for some in values)
 
 
-def _settings_of_hydra(config_name: str, folder: str, keys: list[str], options: list[str]) -> DictConfig:
+def _settings_of_hydra(
+    config_name: str, folder: str, keys: list[str], options: list[str]
+) -> DictConfig:
     """Give Hydra the configuration of a sweep, with an empty entry for every key with values.
 
     Returns it, with Hydra's own settings and the options for them.
     """
     logging = [{f"override hydra/{name}": "disabled"} for name in ("job_logging", "hydra_logging")]
-    settings = {"sweep": {"dir": folder, "subdir": "."}, "output_subdir": None, "job": {"name": config_name}}
+    settings = {
+        "sweep": {"dir": folder, "subdir": "."},
+        "output_subdir": None,
+        "job": {"name": config_name},
+    }
     config = OmegaConf.create({"defaults": ["_self_", *logging], "hydra": settings})
     for key in keys:
         OmegaConf.update(config, key, None)
@@ -198,28 +233,42 @@ def _settings_of_plugins(chosen: DictConfig, has_values: bool) -> list[str]:
     Raises:
         UserError: a launcher or a sweeper cannot work with these options.
     """
-    launcher, sweeper = (chosen.runtime.choices[f"hydra/{plugin}"] for plugin in ("launcher", "sweeper"))
+    launcher, sweeper = (
+        chosen.runtime.choices[f"hydra/{plugin}"] for plugin in ("launcher", "sweeper")
+    )
     more = []
     if launcher == "joblib":
         if chosen.launcher.n_jobs == 0:
-            raise UserError("hydra.launcher.n_jobs=0 starts no worker: use 1 or more, or -1 for one per GPU or CPU")
+            raise UserError(
+                "hydra.launcher.n_jobs=0 starts no worker: use 1 or more, or -1 for one per GPU or CPU"
+            )
         let_workers_save()
         if chosen.launcher.n_jobs == -1 and visible_gpus():
             more.append(f"hydra.launcher.n_jobs={len(visible_gpus())}")
     if launcher == "submitit_slurm" and shutil.which("srun") is None:
-        raise UserError("hydra/launcher=submitit_slurm needs srun: start the sweep on a machine with SLURM's commands")
+        raise UserError(
+            "hydra/launcher=submitit_slurm needs srun: start the sweep on a machine with SLURM's commands"
+        )
     if sweeper == "optuna":
         from optuna import logging as optuna_logging
 
         for key in ("n_trials", "n_jobs"):
             if chosen.sweeper[key] < 1:
-                raise UserError(f"hydra.sweeper.{key}={chosen.sweeper[key]} is too few: use 1 or more")
+                raise UserError(
+                    f"hydra.sweeper.{key}={chosen.sweeper[key]} is too few: use 1 or more"
+                )
         if chosen.sweeper.storage is not None:
-            raise UserError("hydra.sweeper.storage is not needed: a restarted sweep finds its jobs by their folders")
+            raise UserError(
+                "hydra.sweeper.storage is not needed: a restarted sweep finds its jobs by their folders"
+            )
         if not has_values:
             example = "'optim.max_lr=tag(log, interval(1e-3, 1e-2))'"
-            raise UserError(f"hydra/sweeper=optuna has nothing to search: give a range or choices, such as {example}")
+            raise UserError(
+                f"hydra/sweeper=optuna has nothing to search: give a range or choices, such as {example}"
+            )
         if "seed" in chosen.sweeper.sampler and chosen.sweeper.sampler.seed is None:
-            more.append("hydra.sweeper.sampler.seed=1")  # a restarted sweep must ask for the same jobs
+            more.append(
+                "hydra.sweeper.sampler.seed=1"
+            )  # a restarted sweep must ask for the same jobs
         optuna_logging.set_verbosity(optuna_logging.WARNING)
     return more

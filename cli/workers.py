@@ -61,7 +61,10 @@ def let_workers_save() -> None:
     """Let Ctrl-C end this process only: joblib would kill its workers while they save."""
 
     def leave(number: int, frame: FrameType | None) -> None:
-        leave_at_once(128 + number, "interrupted; the jobs save their steps, and the same command continues them")
+        leave_at_once(
+            128 + number,
+            "interrupted; the jobs save their steps, and the same command continues them",
+        )
 
     signal.signal(signal.SIGINT, leave)
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")  # harmless
@@ -80,7 +83,9 @@ def take_gpu() -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     for number, gpu in ((number, gpu) for number in count() for gpu in gpus):
         with contextlib.suppress(UserError):  # another worker has it
-            _held.enter_context(owned(folder / f"gpu-{gpu.replace('/', '-')}-{number}.lock", lambda: "taken"))
+            _held.enter_context(
+                owned(folder / f"gpu-{gpu.replace('/', '-')}-{number}.lock", lambda: "taken")
+            )
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu
             say(f"process {os.getpid()} trains on GPU {gpu}")
             return
@@ -114,7 +119,9 @@ def saving_before_requeue() -> Iterator[None]:
         yield
     except SystemExit:
         if asked and callable(requeue):
-            requeue(signal.SIGUSR2, None)  # raises another SystemExit, or submitit's error at the last time-out
+            requeue(
+                signal.SIGUSR2, None
+            )  # raises another SystemExit, or submitit's error at the last time-out
         raise
     finally:
         signal.signal(signal.SIGUSR2, requeue)

@@ -9,7 +9,11 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 def code_digest() -> str:
     """Return a digest of the code that trains, which needs no git."""
-    files = (path for package in ("common", "data", "model", "trainer") for path in (_ROOT / package).rglob("*.py"))
+    files = (
+        path
+        for package in ("common", "data", "model", "trainer")
+        for path in (_ROOT / package).rglob("*.py")
+    )
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()[:12]
 
 

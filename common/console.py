@@ -13,7 +13,14 @@ from unicodedata import category
 
 from rich.console import Console
 from rich.measure import Measurement
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.segment import Segments
 from rich.table import Table
 
@@ -32,7 +39,9 @@ class _Output(io.FileIO):
 
     def write(self, data: Any) -> int:
         try:
-            while (written := super().write(data)) is None:  # a pipe or a terminal that does not block
+            while (
+                written := super().write(data)
+            ) is None:  # a pipe or a terminal that does not block
                 select.select([], [self], [])
             return written
         except OSError as error:
@@ -54,14 +63,23 @@ def guard_output(lossy: bool) -> None:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
-        except OSError:  # closed: the next file that is opened would get this number, and what is printed
+        except (
+            OSError
+        ):  # closed: the next file that is opened would get this number, and what is printed
             os.open(os.devnull, os.O_RDWR)
         stream = getattr(sys, name)
         if number == 0 or stream is not getattr(sys, f"__{name}__"):  # another program's
             continue
         buffer = io.BufferedWriter(_Output(number, lossy or name == "stderr"))
-        encoding, in_lines = getattr(stream, "encoding", None), getattr(stream, "line_buffering", True)
-        setattr(sys, name, io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=in_lines))
+        encoding, in_lines = (
+            getattr(stream, "encoding", None),
+            getattr(stream, "line_buffering", True),
+        )
+        setattr(
+            sys,
+            name,
+            io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=in_lines),
+        )
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 (until the end)
 
 
@@ -80,7 +98,9 @@ def _shown(text: str) -> str:
     """On a terminal, control characters escaped (\\x1b): text must not control it. Elsewhere the text unchanged."""
     if not sys.stdout.isatty():
         return text
-    return "".join(f"\\x{ord(c):02x}" if category(c) == "Cc" and c not in "\n\t" else c for c in text)
+    return "".join(
+        f"\\x{ord(c):02x}" if category(c) == "Cc" and c not in "\n\t" else c for c in text
+    )
 
 
 def count(number: int, what: str) -> str:
@@ -120,12 +140,19 @@ class Track:
         self.live = console.is_terminal and not console.quiet
         self.started = self.last_line = time.monotonic()
         columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()]
-        times = [TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left")]
+        times = [
+            TimeElapsedColumn(),
+            TextColumn("elapsed,"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+        ]
         self._bar = Progress(*columns, *times, TextColumn("{task.fields[note]}"), console=console)
 
     def __enter__(self) -> Self:
         if self.live:
-            self._task = self._bar.add_task(self._title(), total=self.total, completed=self.done, note="")
+            self._task = self._bar.add_task(
+                self._title(), total=self.total, completed=self.done, note=""
+            )
             self._bar.start()
         return self
 
@@ -140,9 +167,13 @@ class Track:
         self.done += units
         self.note = note or self.note
         if self.live:
-            self._bar.update(self._task, description=self._title(), completed=self.done, note=self.note)
+            self._bar.update(
+                self._task, description=self._title(), completed=self.done, note=self.note
+            )
         now = time.monotonic()
-        if now - self.last_line >= min(max(_SECONDS_BETWEEN_LINES, (now - self.started) / 50), 60.0):
+        if now - self.last_line >= min(
+            max(_SECONDS_BETWEEN_LINES, (now - self.started) / 50), 60.0
+        ):
             self.flush()
 
     def line(self) -> str:

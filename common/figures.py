@@ -29,5 +29,8 @@ def log_scale(axes: Axes) -> None:
 
 def short_count(x: float, _: float) -> str:
     """Format a token count: 500 k, 3 M, 1.5 B."""
-    size, unit = next(((size, unit) for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")) if x >= size), (1, ""))
+    size, unit = next(
+        ((size, unit) for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")) if x >= size),
+        (1, ""),
+    )
     return f"{x / size:g}{unit}"

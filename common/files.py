@@ -35,7 +35,9 @@ def open_file(path: Path) -> io.BufferedReader:
         OSError: it is missing or cannot be opened.
     """
     try:  # without O_NONBLOCK, a pipe without a writer would block forever
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY)
+        handle = os.open(
+            path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+        )
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
             raise _not_regular(path) from None
@@ -98,7 +100,9 @@ def write_atomic(path: Path, content: bytes | str) -> None:
     beside = path.with_name(path.name + ".tmp")
     beside.unlink(missing_ok=True)
     try:
-        with open(beside, "xb") as file:  # "x", as a planted link of that name would lead to another file
+        with open(
+            beside, "xb"
+        ) as file:  # "x", as a planted link of that name would lead to another file
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -138,7 +142,9 @@ def read_json(path: Path, limit: int = _LARGEST_JSON) -> Any:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     if content is None or len(content) > limit:
-        raise UserError(f"{path} is larger than {limit:,} bytes: it is damaged, or not the expected file")
+        raise UserError(
+            f"{path} is larger than {limit:,} bytes: it is damaged, or not the expected file"
+        )
     try:
         return parse_json(content)
     except ValueError as error:
@@ -169,7 +175,9 @@ def refuse_foreign(mark: bytes, first: Path, *others: Path) -> None:
     ours = file_size(first) is not None and mark in first.read_bytes()[:4096]
     for path in (first, *others):
         if path.exists() and not ours:
-            raise UserError(f"{path} exists and is not from this command, which would replace it: rename it")
+            raise UserError(
+                f"{path} exists and is not from this command, which would replace it: rename it"
+            )
 
 
 def make_directory(path: Path, key: str) -> Path:
@@ -177,7 +185,9 @@ def make_directory(path: Path, key: str) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{key}={path} cannot be created ({error.strerror}): choose another folder") from None
+        raise UserError(
+            f"{key}={path} cannot be created ({error.strerror}): choose another folder"
+        ) from None
     if not os.access(path, os.W_OK):
         raise UserError(f"{key}={path} is not writable: choose another folder")
     return path
@@ -194,7 +204,9 @@ def owned(path: Path, taken: Callable[[], str | None]) -> Iterator[None]:
     Raises:
         UserError: another process holds it.
     """
-    how = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # NFS locks writable files
+    how = (
+        os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+    )  # NFS locks writable files
     handle = os.open(path, how, 0o644)
     try:
         while not _locked(handle, path):
@@ -212,5 +224,7 @@ def _locked(handle: int, path: Path) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:  # a file system without locks
-        warn(f"{path} cannot be locked ({error.strerror}): make sure that no other process writes there")
+        warn(
+            f"{path} cannot be locked ({error.strerror}): make sure that no other process writes there"
+        )
     return True

@@ -24,5 +24,8 @@ def allow_cleanup() -> None:
 
 
 _main = Path(getattr(sys.modules["__main__"], "__file__", None) or "/").resolve()
-if _main.parent in (_ROOT, _ROOT / "scripts") and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+if (
+    _main.parent in (_ROOT, _ROOT / "scripts")
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+):
     signal.signal(signal.SIGINT, _leave)

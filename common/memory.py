@@ -12,7 +12,11 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
     rooms = []
     if limit != resource.RLIM_INFINITY:
         rooms += [limit - int(line.split()[0]) * page for line in _lines(proc / "self" / "statm")]
-    rooms += [int(line.split()[1]) * 1024 for line in _lines(proc / "meminfo") if line.startswith("MemAvailable:")]
+    rooms += [
+        int(line.split()[1]) * 1024
+        for line in _lines(proc / "meminfo")
+        if line.startswith("MemAvailable:")
+    ]
     for line in _lines(proc / "self" / "cgroup"):
         if line.startswith("0::"):  # version 2 of control groups: "0::/a/b"
             here = cgroups / line[3:].strip("/")
@@ -26,9 +30,19 @@ def out_of_memory(error: BaseException) -> bool:
     """Whether an error means that the device or the machine is out of memory."""
     if isinstance(error, MemoryError):
         return True
-    signs = ["can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"]
-    signs += ("failed to map segment", "could not create a primitive\n")  # of the loader of libraries; of oneDNN
-    return isinstance(error, RuntimeError | ImportError) and any(sign in f"{error}\n" for sign in signs)
+    signs = [
+        "can't allocate memory",
+        "not enough memory",
+        "out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+    ]
+    signs += (
+        "failed to map segment",
+        "could not create a primitive\n",
+    )  # of the loader of libraries; of oneDNN
+    return isinstance(error, RuntimeError | ImportError) and any(
+        sign in f"{error}\n" for sign in signs
+    )
 
 
 def _group_room(group: Path) -> list[int]:

@@ -16,8 +16,12 @@ class Removed(NamedTuple):
 KEYS: dict[str, Removed] = {
     "model.attention.norm": Removed(False, "leave it out, or use model.attention.qk_norm=true"),
     "batch_doublings": Removed([], "the batch has one size now: leave batch_doublings out"),
-    "data.carry_state": Removed(False, "sequences start without a state now: leave data.carry_state out"),
-    "dedup": Removed("none", "drop equal documents before preparing; equal texts always fall into one split"),
+    "data.carry_state": Removed(
+        False, "sequences start without a state now: leave data.carry_state out"
+    ),
+    "dedup": Removed(
+        "none", "drop equal documents before preparing; equal texts always fall into one split"
+    ),
 }
 """By the end of their dotted key."""
 
@@ -49,7 +53,9 @@ def removed_key(key: str) -> Removed | None:
     return next((was for name, was in KEYS.items() if f".{key}".endswith(f".{name}")), None)
 
 
-def without_removed(given: dict[str, Any], fields: Collection[str]) -> tuple[dict[str, Any], dict[str, str]]:
+def without_removed(
+    given: dict[str, Any], fields: Collection[str]
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Return a section without the removed keys that did nothing, and what to do for each "key=value" that is refused.
 
     `fields`: the keys that the section has now.
@@ -57,7 +63,9 @@ def without_removed(given: dict[str, Any], fields: Collection[str]) -> tuple[dic
     keys = {name.rpartition(".")[2]: was for name, was in KEYS.items()}
     values = {name.rpartition(".")[2]: was for name, was in VALUES.items()}
     gone = {key: keys[key] for key in given if key in keys and key not in fields}
-    refused = {f"{key}={given[key]}": was.instead for key, was in gone.items() if given[key] != was.off}
+    refused = {
+        f"{key}={given[key]}": was.instead for key, was in gone.items() if given[key] != was.off
+    }
     for key, value in given.items():
         if isinstance(value, str) and value in values.get(key, {}):
             refused[f"{key}={value}"] = values[key][value]

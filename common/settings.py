@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from common.memory import out_of_memory
@@ -62,7 +69,9 @@ def home_expanded(path: str) -> str:
         ValueError: it has a control character, or is a URL.
     """
     if re.search(r"[\x00-\x1f\x7f]|^\w+:/(?!/)", path):  # a Path has one slash of the two in s3://
-        raise ValueError("it has a control character, such as the end of a line, or names a server: give a plain path")
+        raise ValueError(
+            "it has a control character, such as the end of a line, or names a server: give a plain path"
+        )
     return os.path.expanduser(path)
 
 
@@ -78,7 +87,9 @@ class Settings(BaseModel):
     for its --help, so it can answer without importing the class, which can take seconds.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, coerce_numbers_to_str=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, coerce_numbers_to_str=True
+    )
     _files: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, defaults: str = "") -> None:
@@ -94,12 +105,16 @@ class Settings(BaseModel):
         if cls.model_config["extra"] == "forbid":
             given, refused = without_removed(given, cls.model_fields)
             for setting, instead in refused.items():
-                raise PydanticCustomError("removed", "{instead}", {"setting": setting, "instead": instead})
+                raise PydanticCustomError(
+                    "removed", "{instead}", {"setting": setting, "instead": instead}
+                )
             if unknown := [str(key) for key in given if key not in cls.model_fields]:
                 hint = {"key": unknown[0], "hint": nearest(unknown[0], cls.model_fields)}
                 raise PydanticCustomError("unknown_key", "{hint}", hint)
         for key, value in given.items():
-            if isinstance(value, bool) and re.search(r"\b(int|float)\b", str(cls.model_fields.get(key))):
+            if isinstance(value, bool) and re.search(
+                r"\b(int|float)\b", str(cls.model_fields.get(key))
+            ):
                 given = given | {key: str(value).lower()}  # pydantic reads true as 1
         missing = cls.model_fields.keys() - given.keys()
         if not missing:  # exported models bring complete settings, and no files
@@ -128,7 +143,11 @@ def _defaults(name: str) -> JsonDict:
     """Return the values in a file of configs/, or in a section of it, without those that a user must give."""
     file, _, section = name.partition(":")
     values = yaml.safe_load((CONFIGS / f"{file}.yaml").read_text(encoding="utf-8"))
-    return {key: value for key, value in (values[section] if section else values).items() if value != "???"}
+    return {
+        key: value
+        for key, value in (values[section] if section else values).items()
+        if value != "???"
+    }
 
 
 def values_of(group: str, name: str) -> JsonDict:
@@ -163,7 +182,9 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
     names, (section, _, last) = sorted(allowed), given.lower().rpartition(".")
     beside = [name for name in names if name.rpartition(".")[0] == section] or names
     same = [name for name in names if name.rpartition(".")[2] == last]  # "dtype" is runtime.dtype
-    begun = [name for name in names if re.search(rf"(^|[._]){re.escape(last)}", name)]  # "lr" is in optim.max_lr
+    begun = [
+        name for name in names if re.search(rf"(^|[._]){re.escape(last)}", name)
+    ]  # "lr" is in optim.max_lr
     longer = [name for name in names if name.startswith(given)]  # "gpt2" is gpt2_124m
     for close in (same, longer, _alike(last, beside), begun, _alike(last, names)):
         if last and 0 < len(close) <= 4:
@@ -186,9 +207,15 @@ def differences(before: JsonDict, now: JsonDict) -> dict[str, tuple[Any, Any]]:
         was = removed_key(key)
         if was is not None and was.off == old[key]:
             del old[key]
-    different = {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
+    different = {
+        key: (old.get(key), new.get(key))
+        for key in sorted(old | new)
+        if old.get(key) != new.get(key)
+    }
     empty = [key for key, values in different.items() if {} in values]
-    filled = {key for key in empty if any(other.startswith(f"{key}.") for other in different)}  # its parts say so
+    filled = {
+        key for key in empty if any(other.startswith(f"{key}.") for other in different)
+    }  # its parts say so
     return {key: values for key, values in different.items() if key not in filled}
 
 
@@ -196,7 +223,11 @@ def flat(tree: JsonDict, prefix: str = "") -> JsonDict:
     """{"a": {"b": 1}, "c": {}} -> {"a.b": 1, "c": {}}."""
     found: JsonDict = {}
     for key, value in tree.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        found |= (
+            flat(value, f"{prefix}{key}.")
+            if isinstance(value, dict) and value
+            else {f"{prefix}{key}": value}
+        )
     return found
 
 
@@ -252,12 +283,16 @@ def _sentence(keys: list[str], errors: list[Any]) -> str:
     if not path and kind in ("value_error", "model_type"):
         return str(names.get("error", "it must be an object with keys"))
     if kind == "union_tag_invalid":
-        names = names | {"nearest": nearest(names["tag"], names["expected_tags"].replace("'", "").split(", "))}
+        names = names | {
+            "nearest": nearest(names["tag"], names["expected_tags"].replace("'", "").split(", "))
+        }
     allowed = " or ".join(dict.fromkeys(map(_allowed, errors)))
     given = "" if isinstance(first["input"], dict) else f"={_as_typed(first['input'])}"
     general = _SENTENCES.get(kind.partition("_")[0], "config {path}{given}: give {allowed}")
     sentence = _SENTENCES.get(kind, general)
-    return sentence.format(path=path, within=f"{path}." if path else "", given=given, allowed=allowed, **names)
+    return sentence.format(
+        path=path, within=f"{path}." if path else "", given=given, allowed=allowed, **names
+    )
 
 
 def _allowed(error: Any) -> str:

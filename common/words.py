@@ -25,7 +25,11 @@ def _split(value: Any) -> Any:
         return [value]
     bracketed = re.fullmatch(r"\[((?:[^][]|\[[^][]*\])*)\]", value)
     items = bracketed[1] if bracketed else value
-    return [re.sub(r"^\[(.*)\]$", r"\1", item.strip()) for item in re.split(r",(?![^][]*\])", items)] if items else []
+    return (
+        [re.sub(r"^\[(.*)\]$", r"\1", item.strip()) for item in re.split(r",(?![^][]*\])", items)]
+        if items
+        else []
+    )
 
 
 Items = Annotated[list[T], BeforeValidator(_split)]
@@ -34,19 +38,29 @@ Items = Annotated[list[T], BeforeValidator(_split)]
 
 def source_for(path: str) -> str:
     """Return the name of what reads a file in data preparation, data=NAME, by the file's name."""
-    readers = {"hf": "(parquet|arrow|csv(\\.\\w+)?)$", "jsonl": "(jsonl|ndjson)(\\.\\w+)?$", "tokens": "(bin|npy)$"}
-    return next((name for name, ends in readers.items() if re.search(f"\\.{ends}", path.lower())), "text")
+    readers = {
+        "hf": "(parquet|arrow|csv(\\.\\w+)?)$",
+        "jsonl": "(jsonl|ndjson)(\\.\\w+)?$",
+        "tokens": "(bin|npy)$",
+    }
+    return next(
+        (name for name, ends in readers.items() if re.search(f"\\.{ends}", path.lower())), "text"
+    )
 
 
 def refuse_flag(word: str) -> None:
     """Refuse an option with dashes, and show how it is written here; refuse one that is not text."""
-    if re.search("[\udc80-\udcff]", word):  # how Python holds bytes that are not UTF-8; JSON files cannot hold them
+    if re.search(
+        "[\udc80-\udcff]", word
+    ):  # how Python holds bytes that are not UTF-8; JSON files cannot hold them
         raise UserError(f"{word} is not in UTF-8: rename what it names")
     if word == "--":
         raise UserError("--: leave it out: options are KEY=VALUE here")
     if word.startswith("-"):
         key, _, value = word.lstrip("-").partition("=")
-        raise UserError(f"{word}: options are KEY=VALUE here: write {key.replace('-', '_')}={value or '...'}")
+        raise UserError(
+            f"{word}: options are KEY=VALUE here: write {key.replace('-', '_')}={value or '...'}"
+        )
 
 
 _NO_TEXTS = ("null", "true", "false", "nan", "inf")
@@ -57,7 +71,9 @@ _AS_IT_IS = re.compile(r"[\w./-]+( [\w./-]+)+|(?=.*=)[\w.,/=+-]+( [\w.,/=+-]+)*"
 def overrides(settings: Mapping[str, Any]) -> str:
     """Return settings as arguments of our command lines, quoted for a shell."""
     return " ".join(
-        shlex.quote(f"{key}={value if _AS_IT_IS.fullmatch(str(value)) else in_hydras_grammar(value)}")
+        shlex.quote(
+            f"{key}={value if _AS_IT_IS.fullmatch(str(value)) else in_hydras_grammar(value)}"
+        )
         for key, value in settings.items()
     )
 
@@ -75,6 +91,9 @@ def in_hydras_grammar(value: Any) -> str:
         return f"[{','.join(map(in_hydras_grammar, value))}]"
     if not isinstance(value, str):
         return json.dumps(value)
-    if re.fullmatch(r"[\w./-]*[a-z_/]{2}[\w./-]*|[a-zA-Z][\w./-]*", value, re.ASCII) and value.lower() not in _NO_TEXTS:
+    if (
+        re.fullmatch(r"[\w./-]*[a-z_/]{2}[\w./-]*|[a-zA-Z][\w./-]*", value, re.ASCII)
+        and value.lower() not in _NO_TEXTS
+    ):
         return value
     return '"' + re.sub(r'(\\+)(?="|$)', r"\1\1", value).replace('"', r"\"") + '"'

@@ -29,10 +29,14 @@ class ChatTokenizer(Tokenizer):
             UserError: its ids stand for no text, or it has tokens with the names of markers.
         """
         if inner.name == "none":
-            raise UserError("conversations need a tokenizer of texts: give tokenizer=bytes, gpt2 or hf")
+            raise UserError(
+                "conversations need a tokenizer of texts: give tokenizer=bytes, gpt2 or hf"
+            )
         markers = [marker.encode() for marker in MARKERS]
         if own := {*markers} & {*inner.tokens}:
-            raise UserError(f"the tokenizer has a token {min(own).decode()} of its own: give one without it")
+            raise UserError(
+                f"the tokenizer has a token {min(own).decode()} of its own: give one without it"
+            )
         self.inner = inner
         self.name = f"{inner.name}+chat"
         self.tokens = [*inner.tokens, *markers]
@@ -99,13 +103,17 @@ def parse_message(message: Any) -> tuple[str, str]:
     """
     role = message.get("role") if isinstance(message, dict) else None
     role = "system" if role == "developer" else role
-    if role in _TOOLS or (role == "assistant" and (message.get("tool_calls") or message.get("function_call"))):
+    if role in _TOOLS or (
+        role == "assistant" and (message.get("tool_calls") or message.get("function_call"))
+    ):
         raise UserError("a message to or from a tool")
     if role not in ROLES:
         raise UserError(NO_ROLE)
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts: list[Any] = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    texts: list[Any] = [
+        part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"
+    ]
     if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
         raise UserError("a message whose content is not text")
     text = "".join(texts)
@@ -129,7 +137,9 @@ def in_answers(stream: TokenStream, start: int, ids: np.ndarray) -> np.ndarray:
 
     earlier = ids[:0]
     while (stop := start - earlier.size) and not decides(earlier).any():
-        earlier = np.concatenate([stream.read(max(0, stop - max(_BLOCK, earlier.size)), stop), earlier])
+        earlier = np.concatenate(
+            [stream.read(max(0, stop - max(_BLOCK, earlier.size)), stop), earlier]
+        )
     both = np.concatenate([earlier, ids])
     last = np.maximum.accumulate(np.where(decides(both), np.arange(both.size), 0))
     return (both[last] == assistant)[earlier.size :]

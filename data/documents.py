@@ -23,7 +23,9 @@ class Origin(NamedTuple):
     """Its line or document number in `input`, from 1."""
 
 
-def documents_in(dataset_dir: Path, manifest: Manifest, split: SplitName, start: int, stop: int) -> Iterator[Origin]:
+def documents_in(
+    dataset_dir: Path, manifest: Manifest, split: SplitName, start: int, stop: int
+) -> Iterator[Origin]:
     """Yield the documents that tokens [start, stop) of a split belong to, in order; the split may end before.
 
     Raises:
@@ -42,7 +44,9 @@ def documents_in(dataset_dir: Path, manifest: Manifest, split: SplitName, start:
             token = end
 
 
-def _find(dataset_dir: Path, manifest: Manifest, shard: Shard, first: int, last: int) -> tuple[np.ndarray, int]:
+def _find(
+    dataset_dir: Path, manifest: Manifest, shard: Shard, first: int, last: int
+) -> tuple[np.ndarray, int]:
     """Return the records of the documents that a shard's tokens [first, last) belong to, and where they begin."""
     index = open_index(dataset_dir, shard)
     number = bisect.bisect_right(index["end"][:-1], first)
@@ -102,7 +106,9 @@ def wrong_record(records: np.ndarray, begin: int, manifest: Manifest, shard: Sha
     return None
 
 
-def sets_between(dataset_dir: Path, manifest: Manifest, split: SplitName, start: int, stop: int) -> np.ndarray:
+def sets_between(
+    dataset_dir: Path, manifest: Manifest, split: SplitName, start: int, stop: int
+) -> np.ndarray:
     """Return the set of each token [start, stop) of a split, a number into set_names: int64 (stop - start,).
 
     Raises:
@@ -110,5 +116,7 @@ def sets_between(dataset_dir: Path, manifest: Manifest, split: SplitName, start:
     """
     sets = np.empty(stop - start, np.int64)
     for place in documents_in(dataset_dir, manifest, split, start, stop):
-        sets[max(place.start - start, 0) : place.stop - start] = manifest.set_names.index(place.set_name)
+        sets[max(place.start - start, 0) : place.stop - start] = manifest.set_names.index(
+            place.set_name
+        )
     return sets

@@ -44,7 +44,9 @@ class TrainBatches:
         """
         if stream.n_tokens < seq_len + 1:
             has = f"split '{stream.split}' has {stream.n_tokens}"
-            raise UserError(f"{seq_len=} needs {seq_len + 1} tokens, {has}: lower seq_len or prepare more text")
+            raise UserError(
+                f"{seq_len=} needs {seq_len + 1} tokens, {has}: lower seq_len or prepare more text"
+            )
         self.stream, self.seq_len, self.batch_size, self.seed = stream, seq_len, batch_size, seed
         self.n_windows = (stream.n_tokens - 1) // seq_len
         self.mixture: Mixture | None = None
@@ -82,11 +84,17 @@ class EvalBatches:
     """
 
     def __init__(
-        self, stream: TokenStream, seq_len: int, n_windows: int | None = None, stride: int | None = None
+        self,
+        stream: TokenStream,
+        seq_len: int,
+        n_windows: int | None = None,
+        stride: int | None = None,
     ) -> None:
         seq_len = min(seq_len, max(1, stream.n_tokens - 1))  # no window is longer than the text
         self.stream, self.seq_len, self.stride = stream, seq_len, min(stride or seq_len, seq_len)
-        self.total = 1 - (seq_len - stream.n_tokens + 1) // self.stride if stream.n_tokens > 1 else 0
+        self.total = (
+            1 - (seq_len - stream.n_tokens + 1) // self.stride if stream.n_tokens > 1 else 0
+        )
         self.n_windows = self.total if n_windows is None else min(n_windows, self.total)
 
     def __len__(self) -> int:
@@ -113,7 +121,9 @@ class EvalBatches:
         targets = np.full((n_rows, self.seq_len), IGNORED, np.int64)
         for row in range(n_rows):
             first, end = self.span(start + row)
-            token_ids[row, : end - first], targets[row, : end - first] = window(self.stream, first, end)
+            token_ids[row, : end - first], targets[row, : end - first] = window(
+                self.stream, first, end
+            )
             if first:
                 targets[row, : self.seq_len - self.stride] = IGNORED
         return token_ids, targets
@@ -125,7 +135,11 @@ class CutWindows(EvalBatches):
     def __init__(self, whole: EvalBatches, seq_len: int) -> None:
         super().__init__(whole.stream, seq_len)
         spans = map(whole.span, range(len(whole)))
-        self._spans = [(i, min(i + seq_len, stop)) for start, stop in spans for i in range(start, stop, seq_len)]
+        self._spans = [
+            (i, min(i + seq_len, stop))
+            for start, stop in spans
+            for i in range(start, stop, seq_len)
+        ]
         self.n_windows = len(self._spans)
 
     def span(self, window: int) -> tuple[int, int]:

@@ -58,7 +58,9 @@ def epochs(passes: float) -> str:
 class Mixture:
     """Assigns a window to each sequence of a run."""
 
-    def __init__(self, owners: np.ndarray, set_names: list[str], weights: Weights, seed: int) -> None:
+    def __init__(
+        self, owners: np.ndarray, set_names: list[str], weights: Weights, seed: int
+    ) -> None:
         """Mix windows that belong to the sets `owners` (n_windows,), which are numbers into `set_names`.
 
         Raises:
@@ -73,10 +75,14 @@ class Mixture:
         for name, weight in weights.items():
             if weight and not sizes[name]:
                 given = f"data.mixture gives {name!r} the weight {weight:g}"
-                raise UserError(f"{given}, but no window consists mostly of it: lower seq_len, or leave it out")
+                raise UserError(
+                    f"{given}, but no window consists mostly of it: lower seq_len, or leave it out"
+                )
         amounts = [Fraction(str(weights.get(name, 1))) * size for name, size in sizes.items()]
         if not any(amounts):
-            raise UserError("data.mixture leaves nothing to train on: give at least one set a weight above 0")
+            raise UserError(
+                "data.mixture leaves nothing to train on: give at least one set a weight above 0"
+            )
         self.parts = np.array(whole_parts(amounts))
         """Sequences of each set in a period."""
         self._order, self._rank = fair_order(self.parts.tolist())
@@ -97,11 +103,15 @@ class Mixture:
         for number in np.unique(sets).tolist():
             now = sets == number
             own = self._windows[number]
-            windows[now] = own[shuffled(draws[now], own.size, key=f"{self.seed}/{self.names[number]}")]
+            windows[now] = own[
+                shuffled(draws[now], own.size, key=f"{self.seed}/{self.names[number]}")
+            ]
         return windows
 
 
-def open_mixture(dataset_dir: Path, manifest: Manifest, weights: Weights, seq_len: int, seed: int) -> Mixture:
+def open_mixture(
+    dataset_dir: Path, manifest: Manifest, weights: Weights, seq_len: int, seed: int
+) -> Mixture:
     """Open the mixture of a dataset's training split.
 
     Raises:
@@ -123,7 +133,10 @@ def _documents(dataset_dir: Path, manifest: Manifest) -> Iterator[tuple[np.ndarr
     with Track("finding the sets of windows, documents", split.total.documents) as track:
         for shard in split.shards:
             records = read_index(dataset_dir, manifest, shard)
-            yield begin + records["end"].astype(np.int64), np.array(manifest.sets_of(shard))[records["set"]]
+            yield (
+                begin + records["end"].astype(np.int64),
+                np.array(manifest.sets_of(shard))[records["set"]],
+            )
             track.advance(records.size)
             begin += shard.tokens
 
@@ -138,10 +151,14 @@ def owners_of_windows(
     """
     owners = np.empty(n_windows, np.uint8 if n_sets <= 2**8 else np.uint16)
     begin = 0
-    unfinished = np.empty((0, 2), np.int64)  # (window and set, tokens) of the window that the last documents end in
+    unfinished = np.empty(
+        (0, 2), np.int64
+    )  # (window and set, tokens) of the window that the last documents end in
     for ends, sets in documents:
         borders = np.arange((begin // seq_len + 1) * seq_len, ends[-1], seq_len)
-        cuts = np.union1d(ends, borders)  # each piece between cuts is in one document and one window
+        cuts = np.union1d(
+            ends, borders
+        )  # each piece between cuts is in one document and one window
         windows = (cuts - 1) // seq_len
         pairs = windows * n_sets + sets[np.searchsorted(ends, cuts)]
         pieces = np.stack([pairs, np.diff(cuts, prepend=begin)], axis=1)
@@ -150,7 +167,9 @@ def owners_of_windows(
         pairs, which = np.unique(pieces[:, 0], return_inverse=True)
         pairs = pairs[np.argsort(np.bincount(which, weights=pieces[:, 1]), kind="stable")]
         pairs = pairs[pairs < n_windows * n_sets]
-        owners[pairs // n_sets] = pairs % n_sets  # the largest set of a window comes last and remains
+        owners[pairs // n_sets] = (
+            pairs % n_sets
+        )  # the largest set of a window comes last and remains
         begin = int(ends[-1])
     return owners
 
@@ -179,7 +198,9 @@ def fair_order(parts: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """
     total = sum(parts)
     order, rank = np.empty(total, np.int64), np.empty(total, np.int64)
-    waiting = [(0, number, 0) for number, part in enumerate(parts) if part]  # (earliest place, set, its draws so far)
+    waiting = [
+        (0, number, 0) for number, part in enumerate(parts) if part
+    ]  # (earliest place, set, its draws so far)
     due: list[tuple[int, int, int]] = []  # (the place it must come before, set, its draws so far)
     for place in range(total):
         while waiting and waiting[0][0] <= place:

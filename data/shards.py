@@ -144,9 +144,13 @@ class Manifest(Strict):
         for name, split in self.splits.items():
             for i, shard in enumerate(split.shards):
                 if shard.file != shard_file(name, i):
-                    raise ValueError(f"shard {i} of {name} is {shard.file!r}, must be {shard_file(name, i)!r}")
+                    raise ValueError(
+                        f"shard {i} of {name} is {shard.file!r}, must be {shard_file(name, i)!r}"
+                    )
                 sets = shard.sets or []
-                is_valid = len({*sets}) == len(sets) and all(number < len(self.set_names) for number in sets)
+                is_valid = len({*sets}) == len(sets) and all(
+                    number < len(self.set_names) for number in sets
+                )
                 if not is_valid or (shard.sets is None) != (self.format_version == 2):
                     where = f"shard {shard.file} of format version {self.format_version}"
                     raise ValueError(f"{where} has the sets {shard.sets} of {len(self.set_names)}")
@@ -154,9 +158,14 @@ class Manifest(Strict):
                 raise ValueError(f"set {unknown[0]!r} of {name} is not in set_names")
             counted = split.total
             for unit in ("tokens", "documents"):
-                in_sets, in_shards = getattr(counted, unit), sum(getattr(shard, unit) for shard in split.shards)
+                in_sets, in_shards = (
+                    getattr(counted, unit),
+                    sum(getattr(shard, unit) for shard in split.shards),
+                )
                 if in_sets != in_shards:
-                    raise ValueError(f"{unit} of {name}: {in_sets} in its sets, {in_shards} in its shards")
+                    raise ValueError(
+                        f"{unit} of {name}: {in_sets} in its sets, {in_shards} in its shards"
+                    )
         return self
 
     @property
@@ -168,7 +177,10 @@ class Manifest(Strict):
         """Return name, size in bytes and sha256 of the two files of a shard, the index last."""
         index_size = HEADER.size + shard.documents * RECORD.itemsize
         size = shard.tokens * self.dtype.itemsize
-        return [(shard.file, size, shard.sha256), (shard.index_file, index_size, shard.index_sha256)]
+        return [
+            (shard.file, size, shard.sha256),
+            (shard.index_file, index_size, shard.index_sha256),
+        ]
 
     def sets_of(self, shard: Shard) -> Sequence[int]:
         """Return the number into set_names of each set number in the index of a shard."""
@@ -262,7 +274,9 @@ class TokenStream:
     Every read opens and closes its file: nothing stays mapped or open during a long run.
     """
 
-    def __init__(self, dataset_dir: Path, manifest: Manifest, split: SplitName, loss: str = "all") -> None:
+    def __init__(
+        self, dataset_dir: Path, manifest: Manifest, split: SplitName, loss: str = "all"
+    ) -> None:
         """Open a split.
 
         Args:
@@ -296,7 +310,9 @@ class TokenStream:
         while start < stop:
             begin = self._ends[shard - 1] if shard else 0
             count = min(stop, self._ends[shard]) - start
-            part = np.fromfile(self._paths[shard], self.dtype, count, offset=(start - begin) * self.dtype.itemsize)
+            part = np.fromfile(
+                self._paths[shard], self.dtype, count, offset=(start - begin) * self.dtype.itemsize
+            )
             if part.size < count:
                 raise damaged(self._paths[shard], "it is shorter than its manifest says")
             if int(part.max()) >= self.n_vocab:

@@ -75,11 +75,15 @@ class NoneConfig(Settings, defaults="tokenizer/none"):
     @model_validator(mode="after")
     def _check_end(self) -> "NoneConfig":
         if self.eot_id is not None and self.eot_id >= self.n_vocab:
-            raise ValueError(f"eot_id={self.eot_id} is not below n_vocab={self.n_vocab}: null adds an id for it")
+            raise ValueError(
+                f"eot_id={self.eot_id} is not below n_vocab={self.n_vocab}: null adds an id for it"
+            )
         return self
 
 
-TokenizerConfig = Annotated[BytesConfig | GPT2Config | HFConfig | NoneConfig, Field(discriminator="name")]
+TokenizerConfig = Annotated[
+    BytesConfig | GPT2Config | HFConfig | NoneConfig, Field(discriminator="name")
+]
 
 
 class Tokenizer(ABC):
@@ -104,7 +108,9 @@ class Tokenizer(ABC):
     @property
     def id(self) -> TokenizerId:
         """The identity of the tokenizer, as datasets store it."""
-        return TokenizerId(name=self.name, n_vocab=self.n_vocab, sha256=self.sha256, eot_id=self.eot_id)
+        return TokenizerId(
+            name=self.name, n_vocab=self.n_vocab, sha256=self.sha256, eot_id=self.eot_id
+        )
 
     @functools.cached_property
     def sha256(self) -> str:
@@ -221,7 +227,9 @@ class NoTokenizer(Tokenizer):
         for word in words:
             if not (word.isdecimal() and len(word) < 9 and int(word) < self.n_vocab):
                 what = f"{word[:40]!r} is not an id: the model has no tokenizer (tokenizer=none)"
-                raise UserError(f"{what}, so write ids from 0 to {self.n_vocab - 1}, such as '12 5 7'")
+                raise UserError(
+                    f"{what}, so write ids from 0 to {self.n_vocab - 1}, such as '12 5 7'"
+                )
         yield np.array([*map(int, words)], np.int64)
 
 
@@ -259,7 +267,9 @@ def build_tokenizer(config: BytesConfig | GPT2Config | HFConfig | NoneConfig) ->
     if isinstance(config, NoneConfig):
         return NoTokenizer(config)
     if isinstance(config, HFConfig):
-        from data.tokenizer_json import read_hf_tokenizer  # needs a library that not every installation has
+        from data.tokenizer_json import (
+            read_hf_tokenizer,
+        )  # needs a library that not every installation has
 
         return read_hf_tokenizer(config.path)
     return RankTokenizer("gpt2", read_rank_file(config.path) if config.path else _download_gpt2())
@@ -276,7 +286,9 @@ def read_rank_file(path: Path) -> list[bytes]:
             content = file.read(LARGEST_FILE)
     except (OSError, UserError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"tokenizer.path={path} cannot be read ({why}): give a .tiktoken file") from None
+        raise UserError(
+            f"tokenizer.path={path} cannot be read ({why}): give a .tiktoken file"
+        ) from None
     tokens = []
     for rank, line in enumerate(content.splitlines()):
         try:
@@ -286,7 +298,9 @@ def read_rank_file(path: Path) -> list[bytes]:
                 raise ValueError
         except ValueError:
             where = f"tokenizer.path={path} line {rank + 1}"
-            raise UserError(f"{where} is not 'base64 {rank}': give a .tiktoken file, with its ranks in order") from None
+            raise UserError(
+                f"{where} is not 'base64 {rank}': give a .tiktoken file, with its ranks in order"
+            ) from None
     return tokens
 
 
@@ -316,13 +330,17 @@ def _from_saved(raw: Any) -> Tokenizer:
             raise UserError(f"its markers are not {', '.join(MARKERS)}")
         return ChatTokenizer(_from_saved(raw["tokenizer"]))
     if isinstance(raw, dict) and "model" in raw:
-        from data.tokenizer_json import HFTokenizer  # needs a library that not every installation has
+        from data.tokenizer_json import (
+            HFTokenizer,
+        )  # needs a library that not every installation has
 
         return HFTokenizer(raw)
     if isinstance(raw, dict) and raw.get("name") == "none":
         return NoTokenizer(decode(NoneConfig, raw))
     saved = decode(_Saved, raw)
-    tokenizer = RankTokenizer(saved.name, [base64.b64decode(token, validate=True) for token in saved.ranks])
+    tokenizer = RankTokenizer(
+        saved.name, [base64.b64decode(token, validate=True) for token in saved.ranks]
+    )
     if tokenizer.sha256 != saved.sha256:
         raise UserError(f"its ranks have sha256 {tokenizer.sha256}, not {saved.sha256[:64]!r}")
     return tokenizer
@@ -338,9 +356,13 @@ class _Saved(Strict):
 def _check_ranks(name: str, ranks: Sequence[bytes]) -> None:
     known = set(ranks)
     if missing := sorted({*_SINGLE_BYTES} - known):
-        raise UserError(f"the ranks of tokenizer {name!r} lack the single byte 0x{missing[0].hex()}")
+        raise UserError(
+            f"the ranks of tokenizer {name!r} lack the single byte 0x{missing[0].hex()}"
+        )
     if len(known) < len(ranks) or b"" in known:
-        raise UserError(f"the ranks of tokenizer {name!r} contain an empty token or one token twice")
+        raise UserError(
+            f"the ranks of tokenizer {name!r} contain an empty token or one token twice"
+        )
     if name == "bytes" and list(ranks) != _SINGLE_BYTES:
         raise UserError("the ranks of tokenizer 'bytes' must be the 256 bytes in order")
 

@@ -16,7 +16,12 @@ from common.files import read_json
 from common.settings import JsonDict, UserError
 from data.tokenizer import END_OF_TEXT, LARGEST_FILE, Tokenizer, byte_characters, pieces
 
-_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # the names that tokenizers give the end of a text
+_ENDS = (
+    END_OF_TEXT,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+)  # the names that tokenizers give the end of a text
 # Tokens of the usual patterns do not cross these places; a vocabulary whose tokens span words may get other ids there.
 _CUTS = re.compile(r"(?<=[A-Za-z])(?:\n| (?=[A-Za-z]))")
 # Every byte that UTF-8 has, spaces in all places, and what must be ordinary text.
@@ -27,7 +32,13 @@ _PROBE = "".join(
         *(f"  {name} a\n\n  b" for name in _ENDS),
     ]
 )
-_SPECIAL = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+_SPECIAL = {
+    "special": True,
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+}
 
 
 class HFTokenizer(Tokenizer):
@@ -41,7 +52,11 @@ class HFTokenizer(Tokenizer):
         Raises:
             UserError: the library does not read it, it has no end of text, or its ids do not spell every text.
         """
-        raw = raw | {"truncation": None, "padding": None, "post_processor": None}  # they cut texts, or add to them
+        raw = raw | {
+            "truncation": None,
+            "padding": None,
+            "post_processor": None,
+        }  # they cut texts, or add to them
         if isinstance(raw["model"], dict):
             raw["model"] = raw["model"] | {"dropout": None}
         self._raw, self._backend = raw, _backend(raw)
@@ -51,20 +66,28 @@ class HFTokenizer(Tokenizer):
         if eot_id is None:
             raise UserError(f"it has no {END_OF_TEXT}")
         self.eot_id = eot_id
-        if self.normalized("a b") != "".join(map(self.normalized, "a b")):  # long texts are normalized in pieces
-            raise UserError("its normalizer changes where a text begins or ends: give one without Strip and Prepend")
+        if self.normalized("a b") != "".join(
+            map(self.normalized, "a b")
+        ):  # long texts are normalized in pieces
+            raise UserError(
+                "its normalizer changes where a text begins or ends: give one without Strip and Prepend"
+            )
         probe = _PROBE + "".join(f" a  {token['content']}  b" for token in raw["added_tokens"])
         try:
             ids = self.encode(probe)
         except Exception as error:  # the library has no class of its own
             raise UserError(f"it cannot encode every text ({error})") from None
         if self.eot_id in ids or self.decode_bytes(ids) != self.normalized(probe).encode():
-            raise UserError("its ids do not spell every text: give a byte-level BPE without add_prefix_space")
+            raise UserError(
+                "its ids do not spell every text: give a byte-level BPE without add_prefix_space"
+            )
 
     @functools.cached_property
     def sha256(self) -> str:
         """Hex digest of the content; whitespace and the order of keys do not change it."""
-        return hashlib.sha256(json.dumps(self._raw, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps(self._raw, sort_keys=True, separators=(",", ":")).encode()
+        ).hexdigest()
 
     @property
     def saved(self) -> JsonDict:
@@ -93,9 +116,14 @@ def read_hf_tokenizer(path: Path) -> HFTokenizer:
         raw = read_json(path.resolve(), LARGEST_FILE)  # files in Hugging Face's cache are links
         n_ids = len(_tokens(_backend(raw)))
         if _end(raw) is None:
-            raw["added_tokens"] = [*raw.get("added_tokens", []), {"id": n_ids, "content": END_OF_TEXT} | _SPECIAL]
+            raw["added_tokens"] = [
+                *raw.get("added_tokens", []),
+                {"id": n_ids, "content": END_OF_TEXT} | _SPECIAL,
+            ]
             say(f"{path} has no {END_OF_TEXT}: it is added as id {n_ids}")
-        next(token for token in raw["added_tokens"] if token["content"] == _end(raw))["special"] = True
+        next(token for token in raw["added_tokens"] if token["content"] == _end(raw))["special"] = (
+            True
+        )
         return HFTokenizer(raw)
     except UserError as error:
         remedy = "give a tokenizer.json, such as scripts/train_tokenizer.py makes"
@@ -106,7 +134,9 @@ def _backend(raw: Any) -> Backend:
     try:
         return Backend.from_str(json.dumps(raw))
     except Exception as error:  # the library has no class of its own
-        raise UserError(f"it is not a tokenizer.json of Hugging Face's tokenizers ({error})") from None
+        raise UserError(
+            f"it is not a tokenizer.json of Hugging Face's tokenizers ({error})"
+        ) from None
 
 
 def _end(raw: JsonDict) -> str | None:
@@ -127,7 +157,11 @@ def _tokens(backend: Backend) -> list[bytes]:
     tokens = [b""] * n_ids
     for text, id_ in vocab.items():
         try:
-            tokens[id_] = text.encode() if id_ in added else bytes(byte[character] for character in text)
+            tokens[id_] = (
+                text.encode() if id_ in added else bytes(byte[character] for character in text)
+            )
         except KeyError as error:
-            raise UserError(f"{error} in its token {text!r} stands for no byte: give a byte-level BPE") from None
+            raise UserError(
+                f"{error} in its token {text!r} stands for no byte: give a byte-level BPE"
+            ) from None
     return tokens

@@ -30,7 +30,9 @@ from model.gpt import GPT
 from model.graphs import DecodingStep
 from model.state import cat_states, select_rows, state_bytes, stretched
 
-_COPIES = 3  # a cache that grows is copied into a buffer of twice its size: see model/attention/cache.py
+_COPIES = (
+    3  # a cache that grows is copied into a buffer of twice its size: see model/attention/cache.py
+)
 
 
 @contextlib.contextmanager
@@ -112,7 +114,9 @@ class Engine:
         self.waiting = deque[Generation]()
         self._reading = deque[Generation]()
         self._writing: list[Generation] = []
-        self._texts: Prefix | None = None  # one row for each of `_writing`; `_step` overwrites their state
+        self._texts: Prefix | None = (
+            None  # one row for each of `_writing`; `_step` overwrites their state
+        )
         self._step = DecodingStep(gpt, max_streams)
 
     def submit(self, generations: Iterable[Generation]) -> None:
@@ -163,7 +167,9 @@ class Engine:
 
     def _admit(self) -> None:
         self._keep_unfinished()
-        self._reading = deque(generation for generation in self._reading if not generation.cancelled)
+        self._reading = deque(
+            generation for generation in self._reading if not generation.cancelled
+        )
         self.waiting = deque(generation for generation in self.waiting if not generation.cancelled)
         while self.waiting and self.n_admitted < self.max_streams:
             self._reading.append(self.waiting.popleft())
@@ -172,7 +178,9 @@ class Engine:
         if self._writing:
             with _failing(self._writing):
                 drawn = torch.tensor([generation.drawn[-1:] for generation in self._writing])
-                self._texts, _ = read(self.gpt, drawn, self.n_vocab, self._texts, self.end_ids, self._step)
+                self._texts, _ = read(
+                    self.gpt, drawn, self.n_vocab, self._texts, self.end_ids, self._step
+                )
             self._keep_unfinished()
 
     def _read_prompts(self) -> None:
@@ -197,9 +205,13 @@ class Engine:
             size = chunk_of(self.gpt)
             while generation.n_read < len(request.ids):
                 chunk = torch.tensor([request.ids[generation.n_read : generation.n_read + size]])
-                prefix, logits = read(self.gpt, chunk, self.n_vocab, generation.prefix, self.end_ids)
+                prefix, logits = read(
+                    self.gpt, chunk, self.n_vocab, generation.prefix, self.end_ids
+                )
                 generation.accept_prompt(prefix, logits[0])
-                is_kept = request.before is None and _is_kept(generation.n_read, len(request.ids), size)
+                is_kept = request.before is None and _is_kept(
+                    generation.n_read, len(request.ids), size
+                )
                 if self.cache is not None and is_kept:
                     self.cache.add(request.ids[: generation.n_read], prefix)
                 if self.interleave and generation.n_read < len(request.ids):
@@ -212,9 +224,14 @@ class Engine:
         if self._texts is not None:
             writing = self._writing
             with _failing(writing):
-                settings, generators = [each.sampling for each in writing], [each.generator for each in writing]
+                settings, generators = (
+                    [each.sampling for each in writing],
+                    [each.generator for each in writing],
+                )
                 drawn = draw(self._texts.logits, self._texts.seen, settings, generators)
-                for generation, token_id, logits in zip(writing, drawn, self._texts.logits, strict=True):
+                for generation, token_id, logits in zip(
+                    writing, drawn, self._texts.logits, strict=True
+                ):
                     with _failing([generation]):
                         if token_id < 0:
                             raise UserError(NOT_FINITE)
@@ -223,7 +240,9 @@ class Engine:
 
     def _keep_unfinished(self) -> None:
         """Remove the rows of texts that have ended or are cancelled."""
-        rows = [row for row, text in enumerate(self._writing) if not (text.finished or text.cancelled)]
+        rows = [
+            row for row, text in enumerate(self._writing) if not (text.finished or text.cancelled)
+        ]
         if len(rows) < len(self._writing):
             self._writing = [self._writing[row] for row in rows]
             self._texts = select_rows(self._texts, rows) if rows else None

@@ -35,7 +35,9 @@ def _table(first: str, rows: dict[str, JsonDict]) -> Table:
         bits = _number(row["bits_per_byte"]) if row["bytes"] else "no text"
         numbers = _number(row["loss"]), _number(row["perplexity"], 3), bits
         shown = numbers if row["tokens"] else ["no answer"] * 3
-        table.add_row(Text(name), f"{row['tokens']:,}", *shown)  # in a Text, brackets are not markup
+        table.add_row(
+            Text(name), f"{row['tokens']:,}", *shown
+        )  # in a Text, brackets are not markup
     return table
 
 
@@ -60,14 +62,23 @@ def draw_evaluation(result: JsonDict, trained_on: int) -> bytes:
     title = f"{result['run']} {result['checkpoint']} on {result['dataset_dir']} ({result['split']})"
     figure.suptitle(f"{_loss(result)}: {title}")
     lines = {f"windows of {result['seq_len']:,} tokens": result["by_position"]}
-    lines |= {f"contexts of {row['context']:,} tokens": row["by_position"] for row in result["contexts"]}
+    lines |= {
+        f"contexts of {row['context']:,} tokens": row["by_position"] for row in result["contexts"]
+    }
     first = _FIRST_POSITION if result["contexts"] else 0
     for label, bins in lines.items():
         known = [row for row in bins if row["loss"] is not None and row["stop"] > first]
         middles = [(row["start"] + row["stop"] + 1) / 2 for row in known]
         losses, errors = (np.array([row[key] or 0 for row in known]) for key in ("loss", "error"))
         (line,) = axes.plot(middles, losses, marker="o", markersize=3, label=label)
-        axes.fill_between(middles, losses - errors, losses + errors, color=line.get_color(), alpha=0.2, linewidth=0)
+        axes.fill_between(
+            middles,
+            losses - errors,
+            losses + errors,
+            color=line.get_color(),
+            alpha=0.2,
+            linewidth=0,
+        )
     if means := [row for row in result["contexts"] if row["loss"] is not None]:
         x, y, error = ([row[key] or 0 for row in means] for key in ("context", "loss", "error"))
         axes.errorbar(x, y, error, fmt="s--", color="black", label="mean over a context")
@@ -75,6 +86,9 @@ def draw_evaluation(result: JsonDict, trained_on: int) -> bytes:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     without = f" (the first {first} are left out)" if first else ""
-    axes.set(xlabel=f"tokens read so far{without}", ylabel="loss (nats per token), and its standard error")
+    axes.set(
+        xlabel=f"tokens read so far{without}",
+        ylabel="loss (nats per token), and its standard error",
+    )
     axes.legend()
     return png(figure)

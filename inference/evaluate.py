@@ -93,10 +93,14 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
     loss = state.data.loss if manifest.tokenizer.markers else "all"
     stream = TokenStream(dataset_dir, manifest, config.split, loss)
     if stream.n_tokens < 2:
-        raise UserError(f"dataset_dir={dataset_dir} has no text in its split {config.split}: choose another split")
+        raise UserError(
+            f"dataset_dir={dataset_dir} has no text in its split {config.split}: choose another split"
+        )
     seq_len = config.seq_len or state.seq_len
     if config.stride is not None and config.stride > seq_len:
-        raise UserError(f"stride={config.stride} would skip text between windows of {seq_len} tokens: lower it")
+        raise UserError(
+            f"stride={config.stride} would skip text between windows of {seq_len} tokens: lower it"
+        )
     longest = min(stream.n_tokens - 1, max_len or stream.n_tokens)
     contexts = config.contexts
     if contexts is None:
@@ -104,11 +108,15 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
     lengths = {"contexts": max(contexts, default=0), "seq_len": config.seq_len or 0}
     for key, length in lengths.items():
         if length > longest:
-            raise UserError(f"{key}={length} is longer than the text or the learned positions: use at most {longest}")
+            raise UserError(
+                f"{key}={length} is longer than the text or the learned positions: use at most {longest}"
+            )
     rows = max(1, state.batch_tokens // seq_len)
     windows = EvalBatches(stream, seq_len, config.batches and config.batches * rows, config.stride)
     if not windows.has_targets:
-        raise UserError(f"batches={config.batches} has no answer to evaluate: give more, or null for all")
+        raise UserError(
+            f"batches={config.batches} has no answer to evaluate: give more, or null for all"
+        )
     return Evaluation(config, loaded, dataset_dir, manifest, windows, sorted(set(contexts)))
 
 
@@ -120,11 +128,15 @@ def measure(plan: Evaluation, world: World) -> JsonDict:
     chunk = min(windows.seq_len, _MOST_AT_ONCE) if gpt.constant_state else None
     by_set = LossSums(len(plan.manifest.set_names), byte_lengths)
     by_position = _PositionSums(windows.seq_len, byte_lengths)
-    for first, targets, losses in window_losses(gpt, windows, config.micro_batch, runtime, world, chunk):
+    for first, targets, losses in window_losses(
+        gpt, windows, config.micro_batch, runtime, world, chunk
+    ):
         by_set.add(_sets(plan, first, len(targets)), targets, losses)
         by_position.add(targets, losses)
     sets = by_set.losses(world)
-    named = sorted(zip(plan.manifest.set_names, sets, strict=True), key=lambda item: -item[1].tokens)
+    named = sorted(
+        zip(plan.manifest.set_names, sets, strict=True), key=lambda item: -item[1].tokens
+    )
     contexts = []
     for context in plan.contexts:
         stretches = EvalBatches(windows.stream, max(plan.contexts), config.context_windows)
@@ -133,7 +145,9 @@ def measure(plan: Evaluation, world: World) -> JsonDict:
         for _, targets, losses in window_losses(gpt, cut, rows, runtime, world, _CHUNK_OF_CONTEXT):
             sums.add(targets, losses)
         positions, mean, error = sums.by_position(world)
-        contexts.append({"context": context, **figures(mean), "error": error, "by_position": positions})
+        contexts.append(
+            {"context": context, **figures(mean), "error": error, "by_position": positions}
+        )
     return {
         **loaded.about(config),
         "dataset_dir": str(plan.dataset_dir),
@@ -157,7 +171,9 @@ def _sets(plan: Evaluation, first: int, n_windows: int) -> Tensor:
         for row in range(n_windows):
             begin, stop = plan.windows.span(first + row)
             targets = begin + 1, stop + 1
-            sets[row, : stop - begin] = sets_between(plan.dataset_dir, plan.manifest, plan.config.split, *targets)
+            sets[row, : stop - begin] = sets_between(
+                plan.dataset_dir, plan.manifest, plan.config.split, *targets
+            )
     return torch.from_numpy(sets)
 
 

@@ -52,7 +52,9 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + text
-        ends = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
+        ends = [
+            (start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0
+        ]
         if ends:
             self.stopped, self._held = True, ""
             return text[: min(ends)[1]]
@@ -96,7 +98,9 @@ class Generation:
         """`tokenizer`: None: generate only token ids, without end."""
         self.request, self.tokenizer = request, tokenizer
         # A class that has more settings would keep apart texts that are drawn in the same way.
-        self.sampling = SamplingConfig(**request.sampling.model_dump(include=set(SamplingConfig.model_fields)))
+        self.sampling = SamplingConfig(
+            **request.sampling.model_dump(include=set(SamplingConfig.model_fields))
+        )
         self.generator: torch.Generator | None = torch.Generator().manual_seed(request.seed)
         self.prefix = request.before
         """The text as far as it is read; None once it is a row of the engine's batch."""
@@ -117,7 +121,9 @@ class Generation:
         """Set this to make the text leave with the engine's next turn."""
         self.tell: Tell = lambda update: None
         self._told = time.monotonic()
-        self._stream = TextStream(tokenizer) if tokenizer else None  # of the prompt; then of the continuation
+        self._stream = (
+            TextStream(tokenizer) if tokenizer else None
+        )  # of the prompt; then of the continuation
         self._n_echoed = 0  # characters of the prompt in `text`
         self._later: list[Token] = []  # tokens that begin after `text`
 
@@ -165,7 +171,9 @@ class Generation:
         if self.tokenizer is None or self._stream is None:
             return
         if token_id in self.tokenizer.end_ids:
-            self._add(self._stream.end(), "end_of_text" if token_id == self.tokenizer.eot_id else "stop")
+            self._add(
+                self._stream.end(), "end_of_text" if token_id == self.tokenizer.eot_id else "stop"
+            )
             return
         text = self._push(self._stream, [token_id], logits.unsqueeze(0))
         if self._stream.stopped:

@@ -44,19 +44,25 @@ def run_harness(config: HarnessConfig) -> None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it announces each of its retries
 
     if config.include_path is not None and not config.include_path.is_dir():
-        raise UserError(f"include_path={config.include_path} is not a folder: give the folder of your task files")
+        raise UserError(
+            f"include_path={config.include_path} is not a folder: give the folder of your task files"
+        )
     loaded = load(config)
     if loaded.tokenizer.name == "none":
         what = f"checkpoint={config.checkpoint} was trained on ids without text (tokenizer=none)"
         raise UserError(f"{what}, and the harness's tasks are texts: use eval.py")
     max_len, wanted = loaded.gpt.config.max_len, config.max_length
     if max_len is not None and wanted is not None and wanted > max_len:
-        raise UserError(f"max_length={wanted} is more than the model's {max_len} learned positions: lower it")
+        raise UserError(
+            f"max_length={wanted} is more than the model's {max_len} learned positions: lower it"
+        )
     say("reading the names of the harness's tasks ...")
     manager = TaskManager(include_path=config.include_path and str(config.include_path))
     tasks = find_tasks(config.tasks, manager)
     gpt = loaded.place(loaded.runtime.device, autocast=True)
-    model = HarnessModel(gpt, loaded.tokenizer, wanted or max_len, config.micro_batch, loaded.runtime)
+    model = HarnessModel(
+        gpt, loaded.tokenizer, wanted or max_len, config.micro_batch, loaded.runtime
+    )
     try:
         found = simple_evaluate(
             model=model,
@@ -71,9 +77,19 @@ def run_harness(config: HarnessConfig) -> None:
         raise UserError(f"{given}: the harness failed ({error}): --debug shows where") from error
     except OSError as error:
         remedy = "check the network, or bring the folder HF_HOME of a machine that has run it"
-        raise UserError(f"tasks={config.tasks} need data that cannot be fetched ({error}): {remedy}") from error
+        raise UserError(
+            f"tasks={config.tasks} need data that cannot be fetched ({error}): {remedy}"
+        ) from error
     show(make_table(found) + "\n")
-    kept = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better", "lm_eval_version")
+    kept = (
+        "results",
+        "groups",
+        "versions",
+        "n-shot",
+        "n-samples",
+        "higher_is_better",
+        "lm_eval_version",
+    )
     result = {
         **loaded.about(config),
         **config.model_dump(mode="json", include={"tasks", "num_fewshot", "limit", "max_length"}),
@@ -93,5 +109,7 @@ def find_tasks(names: str, manager: Any) -> list[str]:
         if not manager.match_tasks([name]):
             raise UserError(f"task {name!r} does not exist: {nearest(name, manager.all_tasks)}")
     if not wanted:
-        raise UserError("tasks is empty: give names of tasks, such as tasks=lambada_openai,hellaswag")
+        raise UserError(
+            "tasks is empty: give names of tasks, such as tasks=lambada_openai,hellaswag"
+        )
     return list(manager.match_tasks(wanted))

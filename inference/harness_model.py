@@ -23,7 +23,9 @@ from model.gpt import GPT, GPTState
 from trainer.runtime import Runtime
 
 _MAX_NEW_TOKENS = 256  # for tasks without a limit, as in the harness's other models
-_CHUNK = 512  # tokens of a text that go through the model at once: bounds memory for texts of any length
+_CHUNK = (
+    512  # tokens of a text that go through the model at once: bounds memory for texts of any length
+)
 _LOGITS = 2**26  # computed at once
 
 Text = tuple[list[int], int]
@@ -36,7 +38,12 @@ class HarnessModel(TemplateLM):
     """Contexts are read unchanged. An empty context becomes <|endoftext|>, which precedes every text in training."""
 
     def __init__(
-        self, gpt: GPT, tokenizer: Tokenizer, max_length: int | None, micro_batch: int, runtime: Runtime
+        self,
+        gpt: GPT,
+        tokenizer: Tokenizer,
+        max_length: int | None,
+        micro_batch: int,
+        runtime: Runtime,
     ) -> None:
         """`max_length`: maximum number of tokens that the model reads; None: no limit, the state is carried."""
         super().__init__()
@@ -48,12 +55,17 @@ class HarnessModel(TemplateLM):
         """The id of <|endoftext|>."""
         return self._tokenizer.eot_id
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
         """Encode a text; there are no special tokens to add."""
         return self._tokenizer.encode(string)
 
     def _loglikelihood_tokens(
-        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+        self,
+        requests: list[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
     ) -> list[Score]:
         texts = [self._fitting(context, continuation) for _, context, continuation in requests]
         return score(self.gpt, texts, self.micro_batch, self.runtime)
@@ -66,7 +78,9 @@ class HarnessModel(TemplateLM):
         ids = (context + continuation)[-self.max_length - 1 :]
         return ids, len(ids) - len(continuation)
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
         """Log-likelihoods of whole texts of any length, with the state carried along or in windows of max_length."""
         each = [list(self._windows(request.args[0])) for request in requests]
         windows = [window for text in each for window in text]
@@ -77,13 +91,20 @@ class HarnessModel(TemplateLM):
         """The harness's windows: each token is scored once, and the last window is full."""
         ids = self.tok_encode(text)
         length = min(self.max_length, max(1, len(ids)))
-        for read, scored in get_rolling_token_windows(ids, self.prefix_token_id, length, context_len=1):
+        for read, scored in get_rolling_token_windows(
+            ids, self.prefix_token_id, length, context_len=1
+        ):
             yield [*read, scored[-1]], len(read) + 1 - len(scored)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The continuation of each context, up to the first of its stop strings."""
-        texts = [Generation(self._request(request, seed), self._tokenizer) for seed, request in enumerate(requests)]
-        engine = Engine(self.gpt, self._tokenizer.n_vocab, self.micro_batch, end_ids=self._tokenizer.end_ids)
+        texts = [
+            Generation(self._request(request, seed), self._tokenizer)
+            for seed, request in enumerate(requests)
+        ]
+        engine = Engine(
+            self.gpt, self._tokenizer.n_vocab, self.micro_batch, end_ids=self._tokenizer.end_ids
+        )
         engine.submit(sorted(texts, key=lambda text: -len(text.request.ids)))
         with Track("continuations", len(texts)) as track, self.runtime.autocast():
             for text in texts:
@@ -97,10 +118,18 @@ class HarnessModel(TemplateLM):
         settings = dict(normalize_gen_kwargs(settings, _MAX_NEW_TOKENS))
         n_new = settings["max_gen_toks"]
         if n_new >= self.max_length:
-            raise UserError(f"a task asks for {n_new} new tokens, but the model may read {self.max_length} in all")
+            raise UserError(
+                f"a task asks for {n_new} new tokens, but the model may read {self.max_length} in all"
+            )
         ids = (self.tok_encode(context) or [self.eot_token_id])[n_new - self.max_length :]
-        usual = {"temperature": 1.0 if settings.get("do_sample") else 0.0}  # of a task that gives no settings
-        given = {name: settings[name] for name in SamplingConfig.model_fields if settings.get(name) is not None}
+        usual = {
+            "temperature": 1.0 if settings.get("do_sample") else 0.0
+        }  # of a task that gives no settings
+        given = {
+            name: settings[name]
+            for name in SamplingConfig.model_fields
+            if settings.get(name) is not None
+        }
         stop = tuple(filter(None, settings["until"]))
         return Request(tuple(ids), n_new, decode(SamplingConfig, usual | given), seed, stop)
 
@@ -118,7 +147,9 @@ def score(gpt: GPT, texts: Sequence[Text], micro_batch: int, runtime: Runtime) -
 
 
 def _score_batch(gpt: GPT, texts: Sequence[Text]) -> list[Score]:
-    sums = torch.zeros(len(texts), 2, dtype=torch.float64, device=gpt.device)  # log-likelihood; not greedy
+    sums = torch.zeros(
+        len(texts), 2, dtype=torch.float64, device=gpt.device
+    )  # log-likelihood; not greedy
     state: GPTState | None = None
     tokens = [torch.tensor(ids[:-1] or ids) for ids, _ in texts]
     targets = [torch.tensor([IGNORED] * (n - 1) + ids[n:], dtype=torch.int64) for ids, n in texts]
@@ -130,7 +161,9 @@ def _score_batch(gpt: GPT, texts: Sequence[Text]) -> list[Score]:
             rows, positions = places.unbind(1)
             target = wanted[rows, positions]
             logits = gpt.logits(x[rows, positions])  # (N, V)
-            nats = cross_entropy(logits, target, reduction="none")  # autocast computes it in float32
+            nats = cross_entropy(
+                logits, target, reduction="none"
+            )  # autocast computes it in float32
             missed = logits.argmax(-1) != target
             scored = torch.stack([-nats.double(), missed], dim=1)
             sums.index_add_(0, rows, scored)

@@ -102,6 +102,8 @@ def load(config: ModelConfig) -> Loaded:
     runtime = open_runtime(config.runtime)
     checkpoint = open_model(config.checkpoint)
     if checkpoint.state.average is not None:
-        say(f"{checkpoint.path}: {'averaged weights' if config.average else 'the weights of the last step'}")
+        say(
+            f"{checkpoint.path}: {'averaged weights' if config.average else 'the weights of the last step'}"
+        )
     identity = checkpoint.identity(config.average)
     return Loaded(checkpoint, *load_model(checkpoint, config.average), runtime, identity)

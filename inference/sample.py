@@ -68,10 +68,14 @@ class SampleConfig(SamplingConfig, ModelConfig, defaults="sample"):
         if not isinstance(raw, str):
             return raw
         try:
-            text = raw.replace("\\n", "\n").replace("\\t", "\t")  # as they are typed within a shell's quotes
+            text = raw.replace("\\n", "\n").replace(
+                "\\t", "\t"
+            )  # as they are typed within a shell's quotes
             return parse_json(raw.encode()) if raw.startswith("[") else (text,)
         except ValueError as error:
-            raise ValueError(f'{error}: give a text, or a JSON list of texts such as \'["\\n\\n", "END"]\'') from None
+            raise ValueError(
+                f'{error}: give a text, or a JSON list of texts such as \'["\\n\\n", "END"]\''
+            ) from None
 
     @model_validator(mode="after")
     def _go_together(self) -> "SampleConfig":
@@ -83,13 +87,21 @@ class SampleConfig(SamplingConfig, ModelConfig, defaults="sample"):
         if self.prompt == "-":
             odd.append("prompt")
         if self.interactive and odd:
-            raise ValueError(f"{odd[0]}={getattr(self, odd[0])} cannot be used with interactive=true: leave one out")
+            raise ValueError(
+                f"{odd[0]}={getattr(self, odd[0])} cannot be used with interactive=true: leave one out"
+            )
         if self.system and not self.interactive:
-            raise ValueError("system is for conversations: give interactive=true too, or put it into prompt")
+            raise ValueError(
+                "system is for conversations: give interactive=true too, or put it into prompt"
+            )
         if self.state_out and self.prompts_file:
-            raise ValueError("state_out is for one text: give prompt or prompt_file in place of prompts_file")
+            raise ValueError(
+                "state_out is for one text: give prompt or prompt_file in place of prompts_file"
+            )
         if self.max_new_tokens == 0 and (self.interactive or not self.state_out):
-            raise ValueError("max_new_tokens=0 only reads the prompt: give state_out=FILE too, or more tokens")
+            raise ValueError(
+                "max_new_tokens=0 only reads the prompt: give state_out=FILE too, or more tokens"
+            )
         return self
 
 
@@ -105,7 +117,9 @@ def run_sampling(config: SampleConfig) -> None:
             check_place(config.state_out)
         loaded = load(config)
         loaded.place(loaded.runtime.device, autocast=False)
-        request = Request((loaded.tokenizer.eot_id,))  # in training, every text follows the end of another
+        request = Request(
+            (loaded.tokenizer.eot_id,)
+        )  # in training, every text follows the end of another
         if config.state_in:
             request = load_state(config.state_in, loaded)
         request = replace(request, sampling=config, seed=config.seed, stop=config.stop)
@@ -218,15 +232,25 @@ def read_prompts(config: SampleConfig) -> list[str]:
             raise UnicodeError
         f"{config.system}{text}".encode()  # fails on the surrogates that stand for an argument's invalid bytes
     except (OSError, UnicodeError) as error:
-        source = f"{'prompt_file' if config.prompt_file else 'prompts_file'}={path}" if path else "the prompt"
+        source = (
+            f"{'prompt_file' if config.prompt_file else 'prompts_file'}={path}"
+            if path
+            else "the prompt"
+        )
         if isinstance(error, OSError):
             raise UserError(f"{source} cannot be read: {error.strerror}") from None
-        raise UserError(f"{source} is not in UTF-8: convert it, as in iconv -f UTF-16 -t UTF-8 OLD > NEW") from None
+        raise UserError(
+            f"{source} is not in UTF-8: convert it, as in iconv -f UTF-16 -t UTF-8 OLD > NEW"
+        ) from None
     if len(text) == _LONGEST:
-        raise UserError(f"the prompt has {_LONGEST:,} characters or more, or no end: give a shorter one")
+        raise UserError(
+            f"the prompt has {_LONGEST:,} characters or more, or no end: give a shorter one"
+        )
     text = text.removeprefix("\ufeff")  # the byte order mark
     if not config.prompts_file:
-        return [re.sub(r"\r?\n\Z", "", text) if path or config.prompt == "-" else text]  # how a file or `echo` ends
+        return [
+            re.sub(r"\r?\n\Z", "", text) if path or config.prompt == "-" else text
+        ]  # how a file or `echo` ends
     if not (prompts := [line for line in re.split(r"\r?\n", text) if line]):
         raise UserError(f"prompts_file={path} has no prompts: write one per line")
     return prompts
@@ -293,7 +317,9 @@ class Conversation:
             self.n_tokens += answer.n_tokens
             self.text += shown
             drawn = answer.drawn[: answer.n_tokens]
-            while not shown.startswith(text := self._tokenizer.decode_bytes(drawn).decode(errors="replace")):
+            while not shown.startswith(
+                text := self._tokenizer.decode_bytes(drawn).decode(errors="replace")
+            ):
                 drawn.pop()
             drawn += self._tokenizer.encode(shown[len(text) :])
             drawn += [self.chat.end_id] if self.chat else [self._tokenizer.eot_id] * self.ended
@@ -313,9 +339,13 @@ def converse(conversation: Conversation, max_new_tokens: int, message: str = "")
         import readline  # noqa: F401
     how = "Type a message, and the model answers."
     if not conversation.chat:
-        say("this model continues texts and does not answer: train.py experiment=chat makes one that does")
+        say(
+            "this model continues texts and does not answer: train.py experiment=chat makes one that does"
+        )
         how = "Type a text, and the model continues it. Press Enter alone to let it continue."
-    say(f"{how} End a line with \\ to add another line. Ctrl-C stops an answer, Ctrl-D ends the conversation.")
+    say(
+        f"{how} End a line with \\ to add another line. Ctrl-C stops an answer, Ctrl-D ends the conversation."
+    )
     if before := conversation.text or (f"> {message}" if message else ""):
         show(before + "\n")
     seconds = 0.0
@@ -362,4 +392,6 @@ def _ask() -> str | None:
 
 def say_rate(n_tokens: int, seconds: float, none: str = _NO_TOKENS) -> None:
     """Print how many tokens were drawn, and how fast, or `none`."""
-    say(f"({count(n_tokens, 'token')}{f', {n_tokens / max(seconds, 1e-9):.0f} a second' if n_tokens else none})")
+    say(
+        f"({count(n_tokens, 'token')}{f', {n_tokens / max(seconds, 1e-9):.0f} a second' if n_tokens else none})"
+    )

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from common.settings import Settings
 
-NOT_FINITE = "the model's output is not finite in float32: its weights are damaged, or its training diverged"
+NOT_FINITE = (
+    "the model's output is not finite in float32: its weights are damaged, or its training diverged"
+)
 
 _ONE = 2**52
 """The weight of probability 1. Weights are integers, because their sums do not depend on the order of the terms, so a
@@ -33,7 +35,10 @@ class SamplingConfig(Settings):
 
 
 def draw(
-    logits: Tensor, seen: Tensor, samplings: Sequence[SamplingConfig], generators: Sequence[torch.Generator | None]
+    logits: Tensor,
+    seen: Tensor,
+    samplings: Sequence[SamplingConfig],
+    generators: Sequence[torch.Generator | None],
 ) -> list[int]:
     """Draw the next token of every text, on the device of the logits; -1 if a text's logits are not finite in float32.
 
@@ -44,7 +49,9 @@ def draw(
         seen: the tokens that repetition_penalty applies to, bool (B, V).
         generators: sources of randomness, on the CPU, one for each text; None: torch's own. A draw takes one number.
     """
-    uniform = torch.stack([torch.rand((), dtype=torch.float64, generator=each) for each in generators])
+    uniform = torch.stack(
+        [torch.rand((), dtype=torch.float64, generator=each) for each in generators]
+    )
     uniform = uniform.to(logits.device)
     drawn = torch.empty_like(uniform, dtype=torch.int64)
     for sampling in dict.fromkeys(samplings):

@@ -43,7 +43,9 @@ def save_state(path: Path, request: Request, loaded: Loaded) -> None:
         UserError: the file cannot be written.
     """
     tensors = {_REST: torch.tensor(request.ids, dtype=torch.int64)}
-    for name, value in tensors_of(select_rows(request.before, [0])).items():  # a copy, without the room behind a cache
+    for name, value in tensors_of(
+        select_rows(request.before, [0])
+    ).items():  # a copy, without the room behind a cache
         tensors[name] = value.cpu().contiguous()
     header = {"format": _FORMAT, **_owner(loaded), "tokens": str(request.n_before)}
     content = safetensors.torch.save(tensors, header | {"sha256": sum_of(tensors, header)})
@@ -51,7 +53,9 @@ def save_state(path: Path, request: Request, loaded: Loaded) -> None:
         write_atomic(path, content)
     except OSError as error:
         raise UserError(f"state_out={path} cannot be written: {error.strerror or error}") from None
-    say(f"the state after {request.n_prompt:,} tokens is written to {path} ({len(content):,} bytes)")
+    say(
+        f"the state after {request.n_prompt:,} tokens is written to {path} ({len(content):,} bytes)"
+    )
 
 
 def load_state(path: Path, loaded: Loaded) -> Request:
@@ -69,7 +73,9 @@ def load_state(path: Path, loaded: Loaded) -> Request:
             raise UserError(f"state_in={path} was written with {other}")
     tokens = metadata.get("tokens", "")
     if not re.fullmatch(r"\d{1,14}", tokens):
-        raise UserError(f"state_in={path} is damaged: tokens={tokens[:80]!r} in its header is not a count")
+        raise UserError(
+            f"state_in={path} is damaged: tokens={tokens[:80]!r} in its header is not a count"
+        )
     n_read, eot = int(tokens), torch.tensor([[loaded.tokenizer.eot_id]])
     like = read(loaded.gpt, eot, loaded.tokenizer.n_vocab)[0] if n_read else None
     stored = read_tensors([path], _expected(like, shapes))
@@ -114,7 +120,10 @@ def _check_values(path: Path, stored: Mapping[str, Tensor], n_read: int, loaded:
     """Raise UserError unless all ids are valid, and counts and places fit a text of n_read tokens."""
     for name, x in stored.items():
         owner, _, part = name.rpartition(".")
-        low, high = n_read if loaded.gpt.eot_id is None else 1, n_read  # of documents, the last may be counted
+        low, high = (
+            n_read if loaded.gpt.eot_id is None else 1,
+            n_read,
+        )  # of documents, the last may be counted
         if name == _REST or owner.endswith(".ngrams"):
             x = followers_in(x) if part == "table" else x
             low, high = 0 if name == _REST else -1, loaded.tokenizer.n_vocab - 1

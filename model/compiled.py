@@ -20,7 +20,9 @@ def shortened(config: GPTConfig) -> str:
     """Return the same model with few layers and tokens, as JSON: what `check` compiles."""
     n_layer = min(config.n_layer, max(2, len(config.attention_pattern or [])))
     n_vocab = min(config.n_vocab, 512)
-    return json.dumps(config.model_dump(mode="json") | {"n_layer": n_layer, "n_vocab": n_vocab}, sort_keys=True)
+    return json.dumps(
+        config.model_dump(mode="json") | {"n_layer": n_layer, "n_vocab": n_vocab}, sort_keys=True
+    )
 
 
 def without_zeros(gpt: GPT) -> GPT:
@@ -60,8 +62,12 @@ def check(
     config = decode(GPTConfig, json.loads(model))
     n_ids = min(config.n_vocab, 16)  # so few that strings occur again
     ids = torch.randint(n_ids, (_SEQUENCES, min(_TOKENS, config.max_len or _TOKENS) + 1))
-    truth = without_zeros(GPT(config, eot_id=int(ids[0, ids.shape[1] // 2]) if documents else None)).double()
-    gpt = deepcopy(truth).to(device, torch.float32 if dtype == "bfloat16" else getattr(torch, dtype))
+    truth = without_zeros(
+        GPT(config, eot_id=int(ids[0, ids.shape[1] // 2]) if documents else None)
+    ).double()
+    gpt = deepcopy(truth).to(
+        device, torch.float32 if dtype == "bfloat16" else getattr(torch, dtype)
+    )
     gpt.recompute = recompute
     own = _loss_and_gradients(gpt, gpt.summed_loss, ids, dtype)
     if not compiled:
@@ -72,17 +78,31 @@ def check(
     for block in gpt.blocks if by_block else []:
         block.compile()
     runs = [_loss_and_gradients(gpt, summed_loss, ids, dtype) for _ in range(2)]
-    judge("compiled", runs[0], own, exact, 4 * torch.finfo(torch.bfloat16).eps if dtype == "bfloat16" else 0.0)
+    judge(
+        "compiled",
+        runs[0],
+        own,
+        exact,
+        4 * torch.finfo(torch.bfloat16).eps if dtype == "bfloat16" else 0.0,
+    )
     if deterministic:
         require_same_bits("compiled", *runs)
 
 
-def _loss_and_gradients(gpt: GPT, summed_loss: Callable[..., Tensor], ids: Tensor, dtype: str) -> Outputs:
+def _loss_and_gradients(
+    gpt: GPT, summed_loss: Callable[..., Tensor], ids: Tensor, dtype: str
+) -> Outputs:
     """The mean loss of the tokens, as in a training step."""
     ids = ids.to(gpt.device)
-    with torch.autocast(ids.device.type, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext():
+    with (
+        torch.autocast(ids.device.type, torch.bfloat16)
+        if dtype == "bfloat16"
+        else contextlib.nullcontext()
+    ):
         loss = summed_loss(ids[:, :-1], ids[:, 1:])
     loss = loss / ids[:, 1:].numel()
     params = dict(gpt.named_parameters())
     gradients = zip(params, torch.autograd.grad(loss, list(params.values())), strict=True)
-    return Outputs({"the loss": loss.detach()}, {f"the gradient of {name}": x for name, x in gradients})
+    return Outputs(
+        {"the loss": loss.detach()}, {f"the gradient of {name}": x for name, x in gradients}
+    )

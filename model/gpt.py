@@ -99,7 +99,9 @@ class GLUBlock(Block):
         self.gate = FusedLinear(attention.n_out, [config.n_embd] * 2)
         self.proj = Linear(config.n_embd, config.n_embd, bias=False)
 
-    def residual(self, x: Tensor, state: Any, positions: Positions, return_state: bool) -> tuple[Tensor, Any]:
+    def residual(
+        self, x: Tensor, state: Any, positions: Positions, return_state: bool
+    ) -> tuple[Tensor, Any]:
         a, state = self.attention(self.norm(x), positions, state, return_state)
         h, own = self.gate(a), isinstance(self.proj, Linear)  # else an adapter replaces it
         return x + (gated_linear(h, self.proj.weight) if own else self.proj(glu(h))), state
@@ -117,7 +119,9 @@ class MLPBlock(Block):
         settings, n_embd = config.block, config.n_embd
         assert isinstance(settings, MLPConfig)
         swiglu = settings.activation == "swiglu"
-        hidden = -(-settings.expansion * n_embd // 12) * 8 if swiglu else settings.expansion * n_embd
+        hidden = (
+            -(-settings.expansion * n_embd // 12) * 8 if swiglu else settings.expansion * n_embd
+        )
         self.norm_attention = config.new_norm()
         self.attention = attention
         self.proj = Linear(attention.n_out, n_embd)
@@ -125,14 +129,19 @@ class MLPBlock(Block):
         self.up = FusedLinear(n_embd, [hidden] * (2 if swiglu else 1))
         self.down = Linear(hidden, n_embd)
         self.activation = _ACTIVATIONS[settings.activation]
-        convs = (nn.Parameter(torch.empty(settings.conv * n_embd)) if settings.conv else None for _ in range(2))
+        convs = (
+            nn.Parameter(torch.empty(settings.conv * n_embd)) if settings.conv else None
+            for _ in range(2)
+        )
         self.conv_attention, self.conv_mlp = convs
 
         std = (3 * n_embd) ** -0.5
         for module in self.modules():
             if isinstance(module, Linear):
                 module.std = std
-        self.proj.std = self.down.std = 0.0 if settings.zero_init else std / (2 * config.n_layer) ** 0.5
+        self.proj.std = self.down.std = (
+            0.0 if settings.zero_init else std / (2 * config.n_layer) ** 0.5
+        )
 
     def reset_parameters(self) -> None:
         """Draw initial values of the convolutions."""
@@ -140,11 +149,17 @@ class MLPBlock(Block):
             if weight is not None:
                 init_conv(weight, self.proj.out_features)
 
-    def residual(self, x: Tensor, state: Any, positions: Positions, return_state: bool) -> tuple[Tensor, Any]:
+    def residual(
+        self, x: Tensor, state: Any, positions: Positions, return_state: bool
+    ) -> tuple[Tensor, Any]:
         """Compute `forward`. With convolutions, the state has the inputs that they still need, too."""
         has_conv, starts = self.conv_mlp is not None, positions.document_starts
-        state, seen_attention, seen_mlp = state if has_conv and state is not None else (state, None, None)
-        h, seen_attention = causal_conv(self.norm_attention(x), self.conv_attention, seen_attention, starts)
+        state, seen_attention, seen_mlp = (
+            state if has_conv and state is not None else (state, None, None)
+        )
+        h, seen_attention = causal_conv(
+            self.norm_attention(x), self.conv_attention, seen_attention, starts
+        )
         a, state = self.attention(h, positions, state, return_state)
         x = x + self.proj(a)
         h, seen_mlp = causal_conv(self.norm_mlp(x), self.conv_mlp, seen_mlp, starts)
@@ -153,7 +168,9 @@ class MLPBlock(Block):
 
     def initial_state(self, B: int, device: torch.device) -> Any:
         state, convs = super().initial_state(B, device), (self.conv_attention, self.conv_mlp)
-        seen = [no_inputs(weight, B, self.proj.out_features) for weight in convs if weight is not None]
+        seen = [
+            no_inputs(weight, B, self.proj.out_features) for weight in convs if weight is not None
+        ]
         return (state, *seen) if seen else state
 
 
@@ -205,12 +222,18 @@ class GPTConfig(Settings):
         if not isinstance(pattern, list | tuple):
             return raw
         attention = raw.get("attention")
-        own = attention.get("name") if isinstance(attention, dict) else getattr(attention, "name", None)
+        own = (
+            attention.get("name")
+            if isinstance(attention, dict)
+            else getattr(attention, "name", None)
+        )
 
         def settings(item: Any) -> Any:
             if not isinstance(item, str):
                 return item
-            return attention if item == own else values_of("model/attention", item) or {"name": item}
+            return (
+                attention if item == own else values_of("model/attention", item) or {"name": item}
+            )
 
         return {**raw, "attention_pattern": [settings(item) for item in pattern]}
 
@@ -220,7 +243,9 @@ class GPTConfig(Settings):
             what = f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}"
             raise ValueError(f"{what}: set head_dim, or an n_head that divides n_embd")
         if sorted(set(self.ngrams)) != self.ngrams:
-            raise ValueError(f"ngrams={self.ngrams} are not in ascending order: use {sorted(set(self.ngrams))}")
+            raise ValueError(
+                f"ngrams={self.ngrams} are not in ascending order: use {sorted(set(self.ngrams))}"
+            )
         if (n_items := len(self.attention_pattern or [])) > self.n_layer:
             what = f"attention_pattern has {n_items} items for n_layer={self.n_layer}"
             raise ValueError(f"{what}: use at most one for each layer")
@@ -230,13 +255,23 @@ class GPTConfig(Settings):
     def _check_attention(self, layer: AttentionConfig) -> None:
         """Raise ValueError if a layer's mechanism does not fit the other settings."""
         layer.check(self.n_head, self.head_features)
-        n_global, most, rotary = getattr(layer, "n_global", 0), self.max_len, self.position.name == "rotary"
+        n_global, most, rotary = (
+            getattr(layer, "n_global", 0),
+            self.max_len,
+            self.position.name == "rotary",
+        )
         if most is not None and n_global > most:
-            raise ValueError(f"n_global={n_global} is more than the model's {most} positions: use at most {most}")
+            raise ValueError(
+                f"n_global={n_global} is more than the model's {most} positions: use at most {most}"
+            )
         if rotary and not layer.suits_rotary:
-            raise ValueError(f"rotary positions do not help {layer.name}: use position log_recurrence, learned or none")
+            raise ValueError(
+                f"rotary positions do not help {layer.name}: use position log_recurrence, learned or none"
+            )
         if rotary and self.head_features % 2:
-            raise ValueError(f"rotary positions turn pairs of features: use an even number, not {self.head_features}")
+            raise ValueError(
+                f"rotary positions turn pairs of features: use an even number, not {self.head_features}"
+            )
 
     def check_documents(self) -> None:
         """Raise ValueError if the attention of a layer cannot keep documents apart."""
@@ -249,8 +284,14 @@ class GPTConfig(Settings):
             from_empty: whether the state must have its size before the first token, too: `initial_state` is needed.
         """
         if self.max_len is not None:
-            raise ValueError(f"position: {setting} needs more than {self.max_len} learned positions: use others")
-        able = [cls for cls in ATTENTION if cls.constant_state and not (from_empty and "n_global" in cls.model_fields)]
+            raise ValueError(
+                f"position: {setting} needs more than {self.max_len} learned positions: use others"
+            )
+        able = [
+            cls
+            for cls in ATTENTION
+            if cls.constant_state and not (from_empty and "n_global" in cls.model_fields)
+        ]
         names = [name for cls in able for name in variant_names(cls)]
 
         def check(layer: AttentionConfig) -> None:
@@ -261,7 +302,9 @@ class GPTConfig(Settings):
         self._check_layers(check)
 
     def _check_layers(self, check: Callable[[AttentionConfig], None]) -> None:
-        pattern = {f"attention_pattern.{i}": item for i, item in enumerate(self.attention_pattern or [])}
+        pattern = {
+            f"attention_pattern.{i}": item for i, item in enumerate(self.attention_pattern or [])
+        }
         for part, layer in (pattern or {"attention": self.attention}).items():
             try:
                 check(layer)
@@ -275,7 +318,9 @@ class GPTConfig(Settings):
 
     def new_norm(self) -> nn.Module:
         """Create a norm of n_embd features."""
-        return nn.LayerNorm(self.n_embd) if self.norm == "layer" else nn.RMSNorm(self.n_embd, eps=1e-6)
+        return (
+            nn.LayerNorm(self.n_embd) if self.norm == "layer" else nn.RMSNorm(self.n_embd, eps=1e-6)
+        )
 
     @property
     def head_features(self) -> int:
@@ -323,7 +368,9 @@ class GPT(nn.Module):
         if eot_id is not None:
             config.check_documents()
         self.config, self.eot_id = config, eot_id
-        self.constant_state = config.max_len is None and all(layer.constant_state for layer in config.layers)
+        self.constant_state = config.max_len is None and all(
+            layer.constant_state for layer in config.layers
+        )
         """Whether the state has one size, whatever the number of tokens."""
         self.recompute: Recompute = "none"
         """What a backward pass computes again instead of keeping it: of blocks, and of reading the n-grams' memory."""
@@ -336,7 +383,9 @@ class GPT(nn.Module):
             if config.ngrams:
                 self.ngrams = NGramMemory(config.ngrams, config.n_embd)
             self.blocks: Any = nn.ModuleList(
-                _BLOCKS[config.block.name](config, layer.build(config.n_embd, config.n_head, config.head_features))
+                _BLOCKS[config.block.name](
+                    config, layer.build(config.n_embd, config.n_head, config.head_features)
+                )
                 for layer in config.layers
             )
             self.norm = config.new_norm()
@@ -347,7 +396,9 @@ class GPT(nn.Module):
             self.init_weights()
 
     @torch.no_grad()
-    def init_weights(self, shard_like: Callable[[Tensor, Tensor], Tensor] = lambda whole, parameter: whole) -> None:
+    def init_weights(
+        self, shard_like: Callable[[Tensor, Tensor], Tensor] = lambda whole, parameter: whole
+    ) -> None:
         """Draw the weights with torch's generator of the CPU, in the order of `state_dict()`.
 
         Args:
@@ -356,7 +407,10 @@ class GPT(nn.Module):
         for module in self.modules():
             held = {name: p for name, p in module._parameters.items() if p is not None}
             if held:  # each module draws its own parameters, whole and on the CPU
-                whole = {name: nn.Parameter(torch.empty(p.shape, device="cpu")) for name, p in held.items()}
+                whole = {
+                    name: nn.Parameter(torch.empty(p.shape, device="cpu"))
+                    for name, p in held.items()
+                }
                 module._parameters.update(whole)
                 cast(Any, module).reset_parameters()
                 module._parameters.update(held)
@@ -402,7 +456,9 @@ class GPT(nn.Module):
             ValueError: T = 0.
         """
         if token_ids.shape[1] == 0:
-            raise ValueError(f"token_ids of shape {tuple(token_ids.shape)} contain no tokens: pass at least one")
+            raise ValueError(
+                f"token_ids of shape {tuple(token_ids.shape)} contain no tokens: pass at least one"
+            )
         starts = None
         if self.eot_id is not None:
             starts = token_ids == self.eot_id
@@ -416,16 +472,24 @@ class GPT(nn.Module):
         position, layers, ngrams = state or GPTState(None, (None,) * len(self.blocks))
         x = self.embed(token_ids)  # (B, T, n_embd)
         if self.config.ngrams:
-            x, ngrams = self.call(self.ngrams, x, ngrams, starts, token_ids, self.embed.weight, self.recompute)
-            ngrams = ngrams if return_state else None  # else its memory would be held until the loss is computed
+            x, ngrams = self.call(
+                self.ngrams, x, ngrams, starts, token_ids, self.embed.weight, self.recompute
+            )
+            ngrams = (
+                ngrams if return_state else None
+            )  # else its memory would be held until the loss is computed
         x, rotation, position = self.call(self.position, x, position, starts)
         positions, after = Positions(rotation, starts), []
         for block, layer in zip(self.blocks, layers, strict=True):
-            x, layer = self.call(block, x, layer, positions, self.recompute, return_state=return_state)
+            x, layer = self.call(
+                block, x, layer, positions, self.recompute, return_state=return_state
+            )
             after.append(layer)
         return self.norm(x), GPTState(position, tuple(after), ngrams)
 
-    def _by_documents(self, token_ids: Tensor, starts: Tensor, state: GPTState | None) -> tuple[Tensor, GPTState]:
+    def _by_documents(
+        self, token_ids: Tensor, starts: Tensor, state: GPTState | None
+    ) -> tuple[Tensor, GPTState]:
         """Compute `features` with a state that grows: each document of each row by itself, where they start apart."""
         starts = starts.cpu()
         if not starts[:, 1:].any() and (state is None or starts[:, 0].all() or not starts.any()):
@@ -439,7 +503,9 @@ class GPT(nn.Module):
                     x, one = self._features(document, None, one, True)
                     outputs.append(x)
             states.append(one)
-        return torch.cat(outputs, dim=1).view(len(token_ids), token_ids.shape[1], -1), cat_states(states)
+        return torch.cat(outputs, dim=1).view(len(token_ids), token_ids.shape[1], -1), cat_states(
+            states
+        )
 
     def initial_state(self, B: int) -> GPTState:
         """The state of B texts before their first tokens, for models with `constant_state`; None means the same."""
@@ -449,7 +515,11 @@ class GPT(nn.Module):
         return GPTState(self.position.initial_state(B, device), layers, ngrams)
 
     def token_losses(
-        self, token_ids: Tensor, targets: Tensor, state: GPTState | None = None, return_state: bool = False
+        self,
+        token_ids: Tensor,
+        targets: Tensor,
+        state: GPTState | None = None,
+        return_state: bool = False,
     ) -> Any:
         """Cross-entropy of each target in nats, (B, T), float32 or float64; 0 for negative targets.
 
@@ -457,17 +527,25 @@ class GPT(nn.Module):
         """
         x, state = self.features(token_ids, state, return_state)
         cap = self.config.logit_cap
-        losses = token_losses(x.flatten(0, 1), self.output_weight, targets.flatten(), cap).view_as(targets)
+        losses = token_losses(x.flatten(0, 1), self.output_weight, targets.flatten(), cap).view_as(
+            targets
+        )
         return (losses, state) if return_state else losses
 
     def summed_loss(
-        self, token_ids: Tensor, targets: Tensor | None, state: GPTState | None = None, return_state: bool = False
+        self,
+        token_ids: Tensor,
+        targets: Tensor | None,
+        state: GPTState | None = None,
+        return_state: bool = False,
     ) -> Any:
         """Sum of `token_losses`, computed with less memory. Without targets, None: for the state alone."""
         x, state = self.features(token_ids, state, return_state)
         if targets is None:
             return None, state
-        loss = summed_loss(x.flatten(0, 1), self.output_weight, targets.flatten(), self.config.logit_cap)
+        loss = summed_loss(
+            x.flatten(0, 1), self.output_weight, targets.flatten(), self.config.logit_cap
+        )
         return (loss, state) if return_state else loss
 
     def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
@@ -481,8 +559,16 @@ class GPT(nn.Module):
 
     def size(self, n_vocab: int) -> str:
         """The number of parameters in words, also without the rows of ids from n_vocab on."""
-        padding = (self.config.n_vocab_padded - n_vocab) * self.config.n_embd * (1 if self.config.tied else 2)
-        without = f" ({self.n_params() - padding:,} without the rows that pad the vocabulary)" if padding else ""
+        padding = (
+            (self.config.n_vocab_padded - n_vocab)
+            * self.config.n_embd
+            * (1 if self.config.tied else 2)
+        )
+        without = (
+            f" ({self.n_params() - padding:,} without the rows that pad the vocabulary)"
+            if padding
+            else ""
+        )
         return f"{self.n_params():,} parameters{without}"
 
     def flops_per_token(self, seq_len: int) -> int:
@@ -494,5 +580,7 @@ class GPT(nn.Module):
         """
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         weights += self.embed.weight.numel() if self.config.tied else 0
-        attention = sum(m.flops_per_token(seq_len) for m in self.modules() if isinstance(m, Attention))
+        attention = sum(
+            m.flops_per_token(seq_len) for m in self.modules() if isinstance(m, Attention)
+        )
         return 6 * weights + 3 * attention

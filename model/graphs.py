@@ -32,11 +32,15 @@ class DecodingStep:
         self._usable: bool | None = None
         self._graphs: dict[int, _Graph] = {}
 
-    def __call__(self, token_ids: Tensor, state: GPTState, return_state: bool = True) -> tuple[Tensor, GPTState]:
+    def __call__(
+        self, token_ids: Tensor, state: GPTState, return_state: bool = True
+    ) -> tuple[Tensor, GPTState]:
         """(B, 1) ids -> logits (B, 1, n_vocab) and the state. The next call may overwrite both."""
         if self._usable is None:
             self._usable = use_graphs(self._gpt, state)
-        if not self._usable or torch.is_autocast_enabled("cuda"):  # the weights that autocast has cast do not stay
+        if not self._usable or torch.is_autocast_enabled(
+            "cuda"
+        ):  # the weights that autocast has cast do not stay
             return self._gpt(token_ids, state, return_state=True)
         rows = min(1 << (len(token_ids) - 1).bit_length(), self._max_rows)
         if rows not in self._graphs:
@@ -72,7 +76,9 @@ class _Graph:
 
 def record(step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
     """Record a step on the GPU. Return a function that replays it, and its result, which each replay overwrites."""
-    device = step().device  # this run compiles kernels, which is not possible while a graph is recorded
+    device = (
+        step().device
+    )  # this run compiles kernels, which is not possible while a graph is recorded
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), torch.cuda.graph(graph):
         result = step()
@@ -86,10 +92,20 @@ def use_graphs(gpt: GPT, state: GPTState) -> bool:
         return False
     why_not: str | None = "the model's state grows with the text, or counts its tokens"
     if all(x is None or isinstance(x, Tensor) for x in tree_leaves(state)):
-        about = {"model": shortened(gpt.config), "dtype": str(weight.dtype)[6:], "documents": gpt.eot_id is not None}
-        failure = failed_check("CUDA graphs of decoding", check, f"cuda:{weight.device.index}", **about)
+        about = {
+            "model": shortened(gpt.config),
+            "dtype": str(weight.dtype)[6:],
+            "documents": gpt.eot_id is not None,
+        }
+        failure = failed_check(
+            "CUDA graphs of decoding", check, f"cuda:{weight.device.index}", **about
+        )
         why_not = failure and f"a graph {failure}"
-    say_once(f"decoding without CUDA graphs, which is slower: {why_not}" if why_not else "decoding with CUDA graphs")
+    say_once(
+        f"decoding without CUDA graphs, which is slower: {why_not}"
+        if why_not
+        else "decoding with CUDA graphs"
+    )
     return why_not is None
 
 
@@ -108,7 +124,11 @@ def check(device: str, model: str, dtype: str, documents: bool) -> None:
     torch.manual_seed(0)
     config = decode(GPTConfig, json.loads(model))
     n_ids = min(config.n_vocab, 4)  # so few that strings occur again
-    gpt = without_zeros(GPT(config, n_ids - 1 if documents else None)).to(device, getattr(torch, dtype)).eval()
+    gpt = (
+        without_zeros(GPT(config, n_ids - 1 if documents else None))
+        .to(device, getattr(torch, dtype))
+        .eval()
+    )
     step = DecodingStep(gpt, max_rows=4)
     step._usable = True
 
@@ -124,7 +144,9 @@ def check(device: str, model: str, dtype: str, documents: bool) -> None:
         logits, state = step(token_ids, state)
         own = gpt(token_ids, before, return_state=True)
         if not all(map(torch.equal, _tensors((logits, state)), _tensors(own))):
-            raise Wrong(f"a step has other bits than without a graph (token {token} of {rows} texts)")
+            raise Wrong(
+                f"a step has other bits than without a graph (token {token} of {rows} texts)"
+            )
 
 
 def _tensors(state: Any) -> list[Tensor]:

@@ -36,7 +36,8 @@ def load_published(path: str | Path) -> GPT:
     try:
         with safe_open(path, framework="pt") as file:
             sizes = json.loads((file.metadata() or {}).get("config", "{}"))
-            tensors = {key.removeprefix("weights/"): file.get_tensor(key) for key in file.keys() if "weights/" in key}  # noqa: SIM118
+            weights = [key for key in file.keys() if "weights/" in key]  # noqa: SIM118
+            tensors = {key.removeprefix("weights/"): file.get_tensor(key) for key in weights}
     except (OSError, SafetensorError, ValueError) as error:
         raise UserError(f"cannot read published weights from {path}: {error}") from None
     if missing := [size for size in _SIZES if not isinstance(sizes, dict) or size not in sizes]:
@@ -45,17 +46,33 @@ def load_published(path: str | Path) -> GPT:
     with torch.device("meta"):
         gpt = GPT(published_config(**{size: sizes[size] for size in _SIZES}))
     try:
-        gpt.load_state_dict({ours: tensors[published_name(ours)] for ours in gpt.state_dict()}, assign=True)
+        gpt.load_state_dict(
+            {ours: tensors[published_name(ours)] for ours in gpt.state_dict()}, assign=True
+        )
     except (KeyError, RuntimeError) as error:
-        raise UserError(f"the weights in {path} do not match the architecture in its metadata: {error}") from None
+        raise UserError(
+            f"the weights in {path} do not match the architecture in its metadata: {error}"
+        ) from None
     return gpt.requires_grad_()
 
 
-def published_config(vocab_sz: int, d_emb: int, n_layers: int, n_heads: int, d_key: int, d_val: int) -> GPTConfig:
+def published_config(
+    vocab_sz: int, d_emb: int, n_layers: int, n_heads: int, d_key: int, d_val: int
+) -> GPTConfig:
     """Return our configuration of the published architecture, given its own names of the sizes."""
-    sizes = {"n_vocab": vocab_sz, "n_layer": n_layers, "n_head": n_heads, "head_dim": d_key, "n_embd": d_emb}
+    sizes = {
+        "n_vocab": vocab_sz,
+        "n_layer": n_layers,
+        "n_head": n_heads,
+        "head_dim": d_key,
+        "n_embd": d_emb,
+    }
     attention = {"name": "log_space", "d_key": d_key, "d_val": d_val}
-    parts = {"attention": attention, "block": {"name": "glu"}, "position": {"name": "log_recurrence"}}
+    parts = {
+        "attention": attention,
+        "block": {"name": "glu"},
+        "position": {"name": "log_recurrence"},
+    }
     return decode(GPTConfig, sizes | parts)
 
 

@@ -47,7 +47,9 @@ class FusedLinear(Linear):
 
     def join(self, matrices: Sequence[Tensor]) -> Tensor:
         """The inverse of `split`."""
-        return torch.cat([part.unflatten(-2, (self.n_group, -1)) for part in matrices], dim=-2).flatten(-3, -2)
+        return torch.cat(
+            [part.unflatten(-2, (self.n_group, -1)) for part in matrices], dim=-2
+        ).flatten(-3, -2)
 
 
 class Embedding(nn.Embedding):
@@ -77,7 +79,9 @@ def recomputing(what: Recompute, function: Callable[..., Any]) -> Callable[..., 
         return function
     products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
     kept: dict[str, Any] = (
-        {"context_fn": partial(create_selective_checkpoint_contexts, products)} if what == "selective" else {}
+        {"context_fn": partial(create_selective_checkpoint_contexts, products)}
+        if what == "selective"
+        else {}
     )
     return partial(checkpoint, function, use_reentrant=False, **kept)
 

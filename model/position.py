@@ -75,7 +75,10 @@ class LogRecurrencePosition(nn.Module):
         log_p = logsigmoid(p)
         if starts is not None:  # a document's first step is from s = 0
             first = starts.unsqueeze(-1)
-            h, log_p = torch.logaddexp(log_p, h).where(first, h), log_p.masked_fill(first, -torch.inf)
+            h, log_p = (
+                torch.logaddexp(log_p, h).where(first, h),
+                log_p.masked_fill(first, -torch.inf),
+            )
         s, state = log_recurrence(log_p, h, state)
         return x + s, None, state
 
@@ -104,7 +107,9 @@ class LearnedPosition(nn.Module):
             )
         if starts is not None:
             return x + self.embed(document_positions(starts)), None, lengths
-        if len(set(lengths)) == 1 and isinstance(self.embed, Embedding):  # not an adapter that replaces it
+        if len(set(lengths)) == 1 and isinstance(
+            self.embed, Embedding
+        ):  # not an adapter that replaces it
             # A slice has a faster backward pass than an index.
             return x + self.embed.weight[lengths[0] - T : lengths[0]], None, lengths
         return x + self.embed(last_positions(lengths, T, x.device)), None, lengths
@@ -124,14 +129,20 @@ class RotaryPosition(nn.Module):
         self, x: Tensor, state: Tensor | None = None, starts: Tensor | None = None
     ) -> tuple[Tensor, Rotation, Tensor]:
         dtype = accumulation_dtype(x)
-        wide = dtype if state is None else torch.float64  # with a state, positions grow without limit
+        wide = (
+            dtype if state is None else torch.float64
+        )  # with a state, positions grow without limit
         pair = torch.arange(0, self.head_dim, 2, dtype=wide, device=x.device)
         t = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
         position = t if starts is None else document_positions(starts)
         if state is not None:
             before = state.unsqueeze(1)  # (B, 1)
-            position = position + (before if starts is None else before.where(starts.cumsum(1) == 0, 0))
-        angle = position.to(wide).unsqueeze(-1) * self.base ** (-pair / self.head_dim)  # (B or 1, T, head_dim / 2)
+            position = position + (
+                before if starts is None else before.where(starts.cumsum(1) == 0, 0)
+            )
+        angle = position.to(wide).unsqueeze(-1) * self.base ** (
+            -pair / self.head_dim
+        )  # (B or 1, T, head_dim / 2)
         after = (position[:, -1] + 1).expand(len(x))
         return x, Rotation(angle.cos().to(dtype), angle.sin().to(dtype)), after
 
@@ -142,7 +153,9 @@ class RotaryPosition(nn.Module):
 class NoPosition(nn.Module):
     """Does not change x."""
 
-    def forward(self, x: Tensor, state: None = None, starts: Tensor | None = None) -> tuple[Tensor, None, None]:
+    def forward(
+        self, x: Tensor, state: None = None, starts: Tensor | None = None
+    ) -> tuple[Tensor, None, None]:
         return x, None, None
 
     def initial_state(self, B: int, device: torch.device) -> None:
@@ -190,5 +203,6 @@ class NoPositionConfig(Settings):
 
 
 PositionConfig = Annotated[
-    LogRecurrenceConfig | LearnedConfig | RotaryConfig | NoPositionConfig, Field(discriminator="name")
+    LogRecurrenceConfig | LearnedConfig | RotaryConfig | NoPositionConfig,
+    Field(discriminator="name"),
 ]

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torch.utils._pytree import KeyPath, tree_flatten_with_path, tree_leaves, tree_map, tree_map_with_path
+from torch.utils._pytree import (
+    KeyPath,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_with_path,
+)
 
 from model.attention.cache import KVCache, SparseCache
 from model.attention.sparse import SparseAttention
@@ -38,7 +44,9 @@ def _cat(*leaves: Any) -> Any:
     if all(isinstance(x, Tensor) for x in leaves):
         if len({x.shape[1:] for x in leaves}) > 1:
             longest = max(x.shape[2] for x in leaves)
-            leaves = tuple(pad(x, (0, 0) * (x.dim() - 3) + (longest - x.shape[2], 0)) for x in leaves)
+            leaves = tuple(
+                pad(x, (0, 0) * (x.dim() - 3) + (longest - x.shape[2], 0)) for x in leaves
+            )
         return torch.cat(leaves)
     if all(isinstance(x, tuple) for x in leaves):
         return sum(leaves, ())
@@ -97,7 +105,9 @@ def stretched(gpt: nn.Module, state: Any, n: int) -> Any:
 
     def stretch(x: Any) -> Any:
         if isinstance(x, KVCache):
-            return KVCache(repeated_columns(x.k, n), repeated_columns(x.v, n), (n,) * len(x.lengths))
+            return KVCache(
+                repeated_columns(x.k, n), repeated_columns(x.v, n), (n,) * len(x.lengths)
+            )
         if isinstance(x, SparseCache):
             j = torch.arange(n, device=x.k.device)
             kept = j[needed_keys(next(sparse), j, torch.tensor(n, device=j.device))]
@@ -110,7 +120,9 @@ def stretched(gpt: nn.Module, state: Any, n: int) -> Any:
     if isinstance(position, Tensor) and not position.is_floating_point():  # counts of tokens
         position = torch.full_like(position, n)
     state = state._replace(position=position)
-    return tree_map(stretch, state, is_leaf=lambda x: isinstance(x, KVCache | SparseCache) or _per_row(x))
+    return tree_map(
+        stretch, state, is_leaf=lambda x: isinstance(x, KVCache | SparseCache) or _per_row(x)
+    )
 
 
 def repeated_columns(x: Tensor, n: int) -> Tensor:

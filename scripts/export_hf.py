@@ -3,4 +3,8 @@
 from cli import command
 
 if __name__ == "__main__":
-    command("export_hf", "tools.convert.export_hf:export", when_interrupted="interrupted; nothing was written")
+    command(
+        "export_hf",
+        "tools.convert.export_hf:export",
+        when_interrupted="interrupted; nothing was written",
+    )

@@ -6,7 +6,9 @@ from pathlib import Path
 
 NEEDED = "torch hydra matplotlib numpy omegaconf orjson pydantic rich safetensors tiktoken yaml hypothesis pytest xdist"
 if missing := [name for name in NEEDED.split() if find_spec(name) is None]:
-    sys.exit(f"error: {sys.executable} lacks {', '.join(missing)}: see docs/kernels.md, or run make setup")
+    sys.exit(
+        f"error: {sys.executable} lacks {', '.join(missing)}: see docs/kernels.md, or run make setup"
+    )
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # nothing is installed on a bare machine
 
 from cli import command  # noqa: E402

@@ -9,4 +9,9 @@ sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file_
 from cli import command  # noqa: E402
 
 if __name__ == "__main__":
-    command("lm_eval", "inference.harness:run_harness", "inference.harness:HarnessConfig", text_keys=("tasks",))
+    command(
+        "lm_eval",
+        "inference.harness:run_harness",
+        "inference.harness:HarnessConfig",
+        text_keys=("tasks",),
+    )

@@ -4,4 +4,9 @@ if __name__ == "__main__":  # worker processes import this file too, and need no
     from cli import command
 
     message = "interrupted; the same command continues from what is written"
-    command("prepare", "data.prepare.dataset:prepare", "data.prepare.dataset:PrepareConfig", when_interrupted=message)
+    command(
+        "prepare",
+        "data.prepare.dataset:prepare",
+        "data.prepare.dataset:PrepareConfig",
+        when_interrupted=message,
+    )

@@ -3,4 +3,8 @@
 from cli import command
 
 if __name__ == "__main__":
-    command("train_tokenizer", "data.prepare.vocabulary:learn", when_interrupted="interrupted; nothing was written")
+    command(
+        "train_tokenizer",
+        "data.prepare.vocabulary:learn",
+        when_interrupted="interrupted; nothing was written",
+    )

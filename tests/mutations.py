@@ -77,8 +77,8 @@ MUTATIONS = [
     Mutation(
         "rank-share",
         "trainer/loop.py",
-        "for index in (group.index, group.index + 1))",
-        "for index in (0, 1))",
+        "for index in (group.index, group.index + 1)",
+        "for index in (0, 1)",
         "all processes train on the first process's share of a batch",
         "tests/trainer/test_torchrun.py",
     ),

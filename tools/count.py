@@ -20,7 +20,9 @@ def count(source: str) -> Counter[str]:
     docstrings = {
         line
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
     tokens, opened = [], []
@@ -40,22 +42,45 @@ def count(source: str) -> Counter[str]:
 def counted() -> dict[str, Counter[str]]:
     """Return what each package has, and "code", "tests" and "pages"."""
     found = {name: Counter[str]() for name in (*PACKAGES, "code", "tests", "pages")}
-    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).splitlines()
+    listed = subprocess.check_output(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True
+    ).splitlines()
     for path in (Path(name) for name in listed if (ROOT / name).is_file()):
         source, package = ROOT / path, path.parts[0] if path.parent.name else "scripts"
         if path.suffix == ".py" and package in found:
             found[package] += count(source.read_text(encoding="utf-8"))
         elif path.suffix == ".md" and package in ("docs", "scripts"):
-            found["pages"] += Counter(files=1, lines=len(source.read_text(encoding="utf-8").splitlines()))
+            found["pages"] += Counter(
+                files=1, lines=len(source.read_text(encoding="utf-8").splitlines())
+            )
     found["code"] = sum((found[name] for name in PACKAGES), Counter[str]())
     return found
 
 
-def report() -> None:
-    """Print the counts of each package next to its budget."""
+def excesses() -> list[str]:
+    """Say what is above the budget, a line each."""
     budget = yaml.safe_load(BUDGET.read_text(encoding="utf-8"))
-    print(f"{'':10}{'files':>7}{'lines':>9}{'at most':>9}{'tokens':>9}{'at most':>9}{'a line':>8}")
+    found = counted()
+    limits = dict.fromkeys(PACKAGES, budget.pop("package")) | budget
+    lines = []
+    for name, most in limits.items():
+        for unit, limit in most.items():
+            have = density(found[name]) if unit == "tokens_per_line" else found[name][unit]
+            if have > limit:
+                lines.append(f"{name} has {have:,.6g} {unit}, and at most {limit:,} are allowed")
+    return lines
+
+
+def density(counts: Counter[str]) -> float:
+    """Return tokens per line."""
+    return counts["tokens"] / max(1, counts["lines"])
+
+
+def report() -> None:
+    """Print the counts of each package, and what is above the budget."""
+    print(f"{'':10}{'files':>7}{'lines':>9}{'tokens':>9}{'a line':>8}")
     for name, have in counted().items():
-        per_line = f"{have['tokens'] / have['lines']:8.2f}" if have["tokens"] else ""
-        most, tokens = budget[name]["lines"], budget[name].get("tokens", 0)
-        print(f"{name:10}{have['files']:7,}{have['lines']:9,}{most:9,}{have['tokens']:9,}{tokens:9,}{per_line}")
+        tokens = f"{have['tokens']:9,}{density(have):8.2f}" if have["tokens"] else ""
+        print(f"{name:10}{have['files']:7,}{have['lines']:9,}{tokens}")
+    for line in excesses():
+        print(line)

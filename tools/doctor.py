@@ -47,8 +47,14 @@ def examine(out: Path | None, training: bool) -> None:
     if out is not None:
         make_directory(out.parent, "out")
         refuse_foreign(b'"machine"', out)
-    free, problems, device = shutil.disk_usage(".").free, list[str](), "cuda" if torch.cuda.is_available() else "cpu"
-    runtime = open_runtime(decode(TrainConfig, composed([*FLAGSHIP, f"runtime.device={device}"])).runtime)
+    free, problems, device = (
+        shutil.disk_usage(".").free,
+        list[str](),
+        "cuda" if torch.cuda.is_available() else "cpu",
+    )
+    runtime = open_runtime(
+        decode(TrainConfig, composed([*FLAGSHIP, f"runtime.device={device}"])).runtime
+    )
 
     def part(name: str, work: Callable[[], Any]) -> Any:
         """Return the result of `work`, or None; an error becomes a finding."""
@@ -66,7 +72,11 @@ def examine(out: Path | None, training: bool) -> None:
     measured = part("rates", lambda: rates(runtime.device)) or []
     if device == "cuda":
         part("the checks of kernels", lambda: use_operators(runtime))
-    trained = part("a training step", lambda: step(runtime, max(1, torch.cuda.device_count()))) if training else None
+    trained = (
+        part("a training step", lambda: step(runtime, max(1, torch.cuda.device_count())))
+        if training
+        else None
+    )
     checks = {name: why or "passed" for name, why in outcomes.items()}
     problems += [f"{name} {why}" for name, why in outcomes.items() if why]
     lines = [*findings(free), *problems]
@@ -76,9 +86,13 @@ def examine(out: Path | None, training: bool) -> None:
     rows |= {"free memory": gigabytes(about.get("free_memory")), "free disk": gigabytes(free)}
     rows |= checks or {"kernels": "not checked, because no kernel can be used here"}
     if trained:
-        rows["training"] = "{model} in {dtype}, {seq_len:,} tokens in a sequence".format_map(trained)
+        rows["training"] = "{model} in {dtype}, {seq_len:,} tokens in a sequence".format_map(
+            trained
+        )
         rows["tokens per second"] = trained["tokens_per_second"]
-        rows["a whole run"] = f"{duration(3600 * trained['hours'])} for {trained['tokens']:,} tokens"
+        rows["a whole run"] = (
+            f"{duration(3600 * trained['hours'])} for {trained['tokens']:,} tokens"
+        )
     print_table("this machine", [{"what": name, "found": value} for name, value in rows.items()])
     print_table("matrix products, and copies (bytes read and written)", measured)
     for line in lines or ["nothing is wrong"]:
@@ -87,7 +101,9 @@ def examine(out: Path | None, training: bool) -> None:
         write_json(out, json.loads(without_names(json.dumps(found, ensure_ascii=False))))
         say(f"written to {out}")
     if problems:
-        raise UserError(f"{count(len(problems), 'part')} of this did not work: the last lines say why")
+        raise UserError(
+            f"{count(len(problems), 'part')} of this did not work: the last lines say why"
+        )
 
 
 def without_names(text: str) -> str:
@@ -96,7 +112,11 @@ def without_names(text: str) -> str:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user without a name
         user = ""
-    for name, stand_in in ((os.path.expanduser("~"), "~"), (platform.node(), "HOST"), (user, "USER")):
+    for name, stand_in in (
+        (os.path.expanduser("~"), "~"),
+        (platform.node(), "HOST"),
+        (user, "USER"),
+    ):
         text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", stand_in, text) if len(name) > 1 else text
     return text
 
@@ -117,7 +137,9 @@ def use_operators(runtime: Runtime) -> None:
 def _use_operators(words: list[str], runtime: Runtime) -> dict[str, str | None]:
     config = decode(TrainConfig, composed([*FLAGSHIP, *words]))
     model = decode(GPTConfig, json.loads(shortened(config.model)))
-    gpt = GPT(model, config.data.reset_at(model.n_vocab - 1)).to(runtime.device, runtime.param_dtype)
+    gpt = GPT(model, config.data.reset_at(model.n_vocab - 1)).to(
+        runtime.device, runtime.param_dtype
+    )
     ids = torch.zeros(2, 97, dtype=torch.int64, device=runtime.device)
     with runtime.autocast():
         gpt.summed_loss(ids, ids).backward()
@@ -137,7 +159,9 @@ def step(runtime: Runtime, n_device: int) -> Row:
     config = decode(PlanConfig, to_dict(compose("plan", [*FLAGSHIP, f"n_device={n_device}"])))
     planned = plan(config)
     memory, room = planned["memory"], gigabytes(planned["device"]["memory"])
-    most = memory["largest_micro_batch"] if runtime.device.type == "cuda" else 1  # on a CPU one takes seconds
+    most = (
+        memory["largest_micro_batch"] if runtime.device.type == "cuda" else 1
+    )  # on a CPU one takes seconds
     try:
         if memory["largest_micro_batch"] == 0:
             raise MemoryError
@@ -160,7 +184,9 @@ def step(runtime: Runtime, n_device: int) -> Row:
     }
 
 
-_LEAST_DISK = 20e9  # bytes: the checkpoints of a run of the flagship, and a dataset of its first hours
+_LEAST_DISK = (
+    20e9  # bytes: the checkpoints of a run of the flagship, and a dataset of its first hours
+)
 
 
 def versions() -> Row:
@@ -190,7 +216,9 @@ def driver(proc: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     return next((word for word in words if word[0].isdigit() and "." in word), None)
 
 
-def findings(free: float, dev: Path = Path("/dev"), bus: Path = Path("/sys/bus/pci/devices")) -> Iterator[str]:
+def findings(
+    free: float, dev: Path = Path("/dev"), bus: Path = Path("/sys/bus/pci/devices")
+) -> Iterator[str]:
     """Yield lines that say what is wrong and what to do. `free`: bytes of the disk here."""
     if torch.cuda.is_available():
         yield from _of_gpu()
@@ -206,7 +234,9 @@ def findings(free: float, dev: Path = Path("/dev"), bus: Path = Path("/sys/bus/p
     if load > cores:
         yield f"other work is running (load {load:.1f} on {cores} cores), so all rates are too low: measure them again"
     cache = cache_folder().absolute()
-    if not os.access(next(folder for folder in (cache, *cache.parents) if folder.is_dir()), os.W_OK):
+    if not os.access(
+        next(folder for folder in (cache, *cache.parents) if folder.is_dir()), os.W_OK
+    ):
         yield "the cache folder is not writable: set XDG_CACHE_HOME to one that is"
 
 
@@ -224,7 +254,8 @@ def _of_gpu() -> Iterator[str]:
 def _on_bus(bus: Path) -> bool:
     """Whether an NVIDIA display device is on the PCI bus."""
     return any(
-        (device / "vendor").read_text().strip() == "0x10de" and (device / "class").read_text().startswith("0x03")
+        (device / "vendor").read_text().strip() == "0x10de"
+        and (device / "class").read_text().startswith("0x03")
         for device in bus.glob("*")
     )
 

@@ -8,7 +8,9 @@ from setuptools.build_meta import *  # noqa: F403
 
 def build_wheel(*_: object) -> NoReturn:
     """Refuse `pip install .` before pip downloads anything."""
-    sys.exit("error: log-gpt works in its own folder, with train.py and configs/: install with pip install -e .")
+    sys.exit(
+        "error: log-gpt works in its own folder, with train.py and configs/: install with pip install -e ."
+    )
 
 
 prepare_metadata_for_build_wheel = build_wheel

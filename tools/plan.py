@@ -48,11 +48,19 @@ class PlanConfig(TrainConfig, defaults="plan"):
     @model_validator(mode="after")
     def _plan_fits(self) -> "PlanConfig":
         if self.n_device % (together := self.runtime.context_parallel):
-            raise ValueError(f"runtime.context_parallel={together} does not divide n_device={self.n_device}")
+            raise ValueError(
+                f"runtime.context_parallel={together} does not divide n_device={self.n_device}"
+            )
         if self.batch_size * together < self.n_device:
             has = f"batch_tokens={self.batch_tokens} is {self.batch_size} sequences"
-            raise ValueError(f"{has}, fewer than n_device={self.n_device}: lower n_device, or raise batch_tokens")
-        rates = {"mfu": self.mfu, "tokens_per_second": self.tokens_per_second, "measure": self.measure or None}
+            raise ValueError(
+                f"{has}, fewer than n_device={self.n_device}: lower n_device, or raise batch_tokens"
+            )
+        rates = {
+            "mfu": self.mfu,
+            "tokens_per_second": self.tokens_per_second,
+            "measure": self.measure or None,
+        }
         given = [name for name, value in rates.items() if value is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} both set the rate: give only one")
@@ -91,15 +99,27 @@ def plan(config: PlanConfig) -> JsonDict:
     memory = memory_of(gpt, *run, micro_batch)
     flops = gpt.flops_per_token(config.seq_len)
     return {
-        "device": {"name": target.name, "n": config.n_device, "memory": target.memory, "peak_flops": target.peak}
+        "device": {
+            "name": target.name,
+            "n": config.n_device,
+            "memory": target.memory,
+            "peak_flops": target.peak,
+        }
         | {"dtype": str(target.runtime.dtype).removeprefix("torch."), "source": target.source},
         "model": {"parameters": gpt.n_params(), "flops_per_token": flops},
-        "step": {"tokens": config.batch_tokens, "sequences": config.batch_size, "seq_len": config.seq_len}
+        "step": {
+            "tokens": config.batch_tokens,
+            "sequences": config.batch_size,
+            "seq_len": config.seq_len,
+        }
         | {"sequences_per_device": config.share, "micro_batch": micro_batch}
         | {"micro_batches": -(-config.share // micro_batch)},
         "memory": memory._asdict() | {"peak": memory.peak, "largest_micro_batch": most},
         "time": time_of(config, target, flops, micro_batch),
-        "disk": disk_of(config, round(gpt.n_params() * target.runtime.param_dtype.itemsize * (1 + config.means(gpt)))),
+        "disk": disk_of(
+            config,
+            round(gpt.n_params() * target.runtime.param_dtype.itemsize * (1 + config.means(gpt))),
+        ),
     }
 
 
@@ -113,21 +133,37 @@ def find_target(config: PlanConfig) -> Target:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     if device == "auto" and (wanted == "cpu" or gpu is None):
         if wanted == "cuda":
-            raise UserError("runtime.device=cuda, but there is no GPU here: name one, such as device=a100-40gb")
+            raise UserError(
+                "runtime.device=cuda, but there is no GPU here: name one, such as device=a100-40gb"
+            )
         device = "cpu"
     here = device_of_gpu(gpu) if gpu else None
     known = here if device == "auto" else device_by_name(device)
     if config.measure and device not in ("auto", "cpu") and (known is None or known != here):
-        raise UserError(f"measure=true measures this machine, which has no {device}: leave out measure or device")
+        raise UserError(
+            f"measure=true measures this machine, which has no {device}: leave out measure or device"
+        )
     dtype, where = config.runtime.dtype, torch.device("cpu" if device == "cpu" else "cuda")
     if dtype == "auto":
-        fast = known.bfloat16 is not None if known else device not in ("auto", "cpu") or is_bfloat16_fast(where)
+        fast = (
+            known.bfloat16 is not None
+            if known
+            else device not in ("auto", "cpu") or is_bfloat16_fast(where)
+        )
         dtype = "bfloat16" if fast else "float32"
     runtime = Runtime(where, getattr(torch, dtype), config.runtime.sequence_chunk)
     if device == "cpu":
-        return Target("cpu", runtime, available_memory(), None, "this machine's memory; no data sheet has a CPU's peak")
+        return Target(
+            "cpu",
+            runtime,
+            available_memory(),
+            None,
+            "this machine's memory; no data sheet has a CPU's peak",
+        )
     if known is not None:
-        return Target(known.name, runtime, known.memory * 1e9, known.peak(runtime.dtype), "NVIDIA data sheet")
+        return Target(
+            known.name, runtime, known.memory * 1e9, known.peak(runtime.dtype), "NVIDIA data sheet"
+        )
     if gpu is not None and device == "auto":
         return Target(gpu, runtime, float(torch.cuda.mem_get_info()[1]), None, "unknown")
     return Target(device, runtime, None, None, "unknown")
@@ -140,7 +176,9 @@ def time_of(config: PlanConfig, target: Target, flops: int, micro_batch: int) ->
     if config.measure:
         say(f"measuring a few steps on {target.runtime}")
         runtime = config.runtime.model_copy(update={"device": target.runtime.device.type})
-        rate = measure_rate(config.model_copy(update={"runtime": runtime}), micro_batch, config.share)
+        rate = measure_rate(
+            config.model_copy(update={"runtime": runtime}), micro_batch, config.share
+        )
     elif config.mfu is not None and target.peak is not None:
         rate = config.mfu * target.peak / flops
     seconds = tokens / (rate * config.n_device) if rate else None
@@ -161,7 +199,9 @@ def disk_of(config: PlanConfig, checkpoint: int) -> JsonDict:
     """Bytes of a checkpoint, of all kept checkpoints, and of the dataset."""
     keep = config.checkpoint
     saved = -(-config.last_step // keep.every)
-    kept = min(saved, keep.keep_last + 1 + (config.last_step // keep.keep_every if keep.keep_every else 0))  # 1: best
+    kept = min(
+        saved, keep.keep_last + 1 + (config.last_step // keep.keep_every if keep.keep_every else 0)
+    )  # 1: best
     tokens = config.tokens(config.last_step)
     dataset: JsonDict = {"tokens": None, "bytes": None, "epochs": None}
     if config.dataset_dir is not None:
@@ -178,7 +218,15 @@ def disk_of(config: PlanConfig, checkpoint: int) -> JsonDict:
 
 
 _UNKNOWN = "unknown"
-_BYTES = {*Memory._fields, "memory", "peak", "checkpoint", "checkpoints", "bytes_of_all_tokens", "dataset_bytes"}
+_BYTES = {
+    *Memory._fields,
+    "memory",
+    "peak",
+    "checkpoint",
+    "checkpoints",
+    "bytes_of_all_tokens",
+    "dataset_bytes",
+}
 
 
 def run_plan(config: PlanConfig) -> None:
@@ -202,8 +250,12 @@ def table_of(found: JsonDict) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     disk = dict(found["disk"])
-    disk |= {f"dataset_{key}": value for key, value in disk.pop("dataset").items() if value is not None}
-    for section, figures in (found | {"device": {"memory": device["memory"]}, "disk": disk}).items():
+    disk |= {
+        f"dataset_{key}": value for key, value in disk.pop("dataset").items() if value is not None
+    }
+    for section, figures in (
+        found | {"device": {"memory": device["memory"]}, "disk": disk}
+    ).items():
         for number, (key, value) in enumerate(figures.items()):
             name = key.replace("_", " ").replace("seconds", "time")
             table.add_row("" if number else section, name, as_text(key, value))
@@ -242,7 +294,9 @@ def hints(config: PlanConfig, found: JsonDict) -> Iterator[str]:
     elif largest is not None and chosen > largest:
         yield f"runtime.micro_batch={chosen} does not fit: use {largest}"
     if found["time"]["seconds"] is None:
-        here = ", or measure=true to run a few steps here" if config.device in ("auto", "cpu") else ""
+        here = (
+            ", or measure=true to run a few steps here" if config.device in ("auto", "cpu") else ""
+        )
         yield f"for the time, give mfu=... (for a known device) or tokens_per_second=... (per device){here}"
 
 

@@ -51,7 +51,9 @@ class Law(NamedTuple):
         """The tokens after which a model of N parameters has this loss; infinite if it never has."""
         left = loss - self.E - self.A / N**self.alpha
         with np.errstate(divide="ignore", over="ignore"):
-            return np.where(left > 0, (self.B / np.maximum(left, 1e-300)) ** (1 / self.beta), np.inf)
+            return np.where(
+                left > 0, (self.B / np.maximum(left, 1e-300)) ** (1 / self.beta), np.inf
+            )
 
     def best(self, flops: float) -> tuple[Array, Array]:
         """Parameters and tokens of the lowest loss for 6 N D floating-point operations."""
@@ -75,13 +77,20 @@ def fit(N: Array, D: Array, L: Array, resamples: int = 1000) -> tuple[Law, Law]:
     """
     _check(N, D, L)
     n, d, y = np.log(N) - np.log(N).mean(), np.log(D) - np.log(D).mean(), np.log(L)
-    starts = np.array([_start(y, *start) for start in itertools.product((0.2, 0.5, 0.8), (0.2, 0.5, 0.8), (0.3, 0.9))])
+    starts = np.array(
+        [
+            _start(y, *start)
+            for start in itertools.product((0.2, 0.5, 0.8), (0.2, 0.5, 0.8), (0.3, 0.9))
+        ]
+    )
     constants, objective = _minimize(starts, n, d, y, np.ones((len(starts), len(y))))
     best = constants[objective.argmin()]
     for what, exponent in (("size", best[1]), ("tokens", best[3])):
         if exponent <= _SMALLEST:
             raise UserError(f"no law fits these runs: their loss does not fall with {what}")
-    counts = np.random.default_rng(1).multinomial(len(y), np.full(len(y), 1 / len(y)), size=resamples)
+    counts = np.random.default_rng(1).multinomial(
+        len(y), np.full(len(y), 1 / len(y)), size=resamples
+    )
     samples, _ = _minimize(np.tile(best, (resamples, 1)), n, d, y, counts.astype(float))
     centre = np.log(N).mean(), np.log(D).mean()
     return _law(best, *centre), _law(samples.T, *centre)
@@ -92,9 +101,13 @@ def _check(N: Array, D: Array, L: Array) -> None:
         raise UserError(f"a scaling law needs at least {LEAST_RUNS} runs, not {len(L)}")
     sizes, lengths = len(set(N)), len(set(D))
     if min(sizes, lengths) < 3:
-        raise UserError(f"the runs have {sizes} sizes and {lengths} numbers of tokens: train 3 or more of each")
+        raise UserError(
+            f"the runs have {sizes} sizes and {lengths} numbers of tokens: train 3 or more of each"
+        )
     if abs(np.corrcoef(np.log(N), np.log(D))[0, 1]) > 0.99:
-        raise UserError("tokens and size vary together in these runs, so a law cannot separate them: vary both")
+        raise UserError(
+            "tokens and size vary together in these runs, so a law cannot separate them: vary both"
+        )
 
 
 def _start(y: Array, alpha: float, beta: float, share: float) -> list[float]:
@@ -139,11 +152,16 @@ def _minimize(constants: Array, n: Array, d: Array, y: Array, counts: Array) -> 
         scale = damping[:, None] * (np.einsum("lpp->lp", normal) + 1e-12)
         step = np.linalg.solve(normal + scale[..., None] * np.eye(5), gradient[..., None])[..., 0]
         tried = constants - step
-        tried[:, [1, 3]] = tried[:, [1, 3]].clip(_SMALLEST, 5)  # the loss falls with size and with tokens
+        tried[:, [1, 3]] = tried[:, [1, 3]].clip(
+            _SMALLEST, 5
+        )  # the loss falls with size and with tokens
         tried_value, tried_residual = objective(tried)
         better = tried_value < value
         constants = np.where(better[:, None], tried, constants)
-        value, residual = np.where(better, tried_value, value), np.where(better[:, None], tried_residual, residual)
+        value, residual = (
+            np.where(better, tried_value, value),
+            np.where(better[:, None], tried_residual, residual),
+        )
         damping = np.clip(np.where(better, damping / 3, damping * 4), 1e-12, 1e12)
     return constants, value
 
@@ -155,7 +173,9 @@ def _law(constants: Array, log_n: float, log_d: float) -> Law:
 
 _TRAIN = Path(__file__).parents[1] / "train.py"
 _TOKENS_PER_PARAMETER = 20  # near the optimum of Hoffmann et al. 2022
-_NEAR = 10  # an extrapolation to more than this times the largest run gives the order of magnitude only
+_NEAR = (
+    10  # an extrapolation to more than this times the largest run gives the order of magnitude only
+)
 _MOST_CURVES = 10  # more would hide each other
 _COLUMNS = ("parameters", "tokens", "loss")
 
@@ -178,7 +198,9 @@ def run(
         UserError: the runs do not determine a law, a run failed, or an option is missing.
     """
     if not (folders or csv or ladder):
-        raise UserError("no runs are given: give ladder='OPTIONS of train.py', folders=runs/sweep, or csv=table.csv")
+        raise UserError(
+            "no runs are given: give ladder='OPTIONS of train.py', folders=runs/sweep, or csv=table.csv"
+        )
     refuse_foreign(b'"law"', out / "scaling.json", out / "scaling.png")
     if loss is not None and parameters is None:
         raise UserError(f"loss={loss:g} needs parameters: give both")
@@ -188,9 +210,13 @@ def run(
     N, D, L = np.array(rows, dtype=float).reshape(-1, 3).T
     law, samples = fit(N, D, L, resamples)
     off = 100 * np.abs(np.log(law.loss(N, D) / L))
-    say(f"{count(len(rows), 'run')}; the law is off by {np.median(off):.2g} % in the median, at most {off.max():.2g} %")
+    say(
+        f"{count(len(rows), 'run')}; the law is off by {np.median(off):.2g} % in the median, at most {off.max():.2g} %"
+    )
     for name, value, sampled in zip(Law._fields, law, samples, strict=True):
-        say(f"  {name:6} {value:.4g} ({' to '.join(f'{x:.4g}' for x in np.percentile(sampled, (5, 95)))})")
+        say(
+            f"  {name:6} {value:.4g} ({' to '.join(f'{x:.4g}' for x in np.percentile(sampled, (5, 95)))})"
+        )
     predictions = {}
     if parameters is not None:
         say(f"{parameters:.4g} parameters, {parameters / N.max():.3g} x the largest model:")
@@ -213,7 +239,9 @@ def _train(ladder: str, folder: Path) -> Path:
     try:
         options = [*shlex.split(ladder), *options_of({"run_dir": str(folder)})]
     except ValueError as error:
-        raise UserError(f"ladder={ladder}: {error}: give options of train.py, separated by spaces") from None
+        raise UserError(
+            f"ladder={ladder}: {error}: give options of train.py, separated by spaces"
+        ) from None
     if subprocess.run([sys.executable, _TRAIN, "-m", *options]).returncode:
         raise UserError(f"ladder={ladder}: training failed, see above; the same command continues")
     return folder
@@ -229,13 +257,19 @@ def _trained(folders: list[Path]) -> list[tuple[float, float, float]]:
     records = read_records(folders) if folders else []
     for run in (run for record in records for run in record.members or (record,)):
         evaluations, n_params = run.curves["val_loss"], run.figures["n_params"]
-        if not evaluations or evaluations[-1]["step"] != run.figures["max_steps"] or n_params is None:
+        if (
+            not evaluations
+            or evaluations[-1]["step"] != run.figures["max_steps"]
+            or n_params is None
+        ):
             unfinished += 1
         else:
             rows.append((n_params, evaluations[-1]["tokens"], evaluations[-1]["value"]))
             texts.add((run.settings.get("dataset_dir"), run.settings.get("model.n_vocab")))
     if len(texts) > 1:
-        raise UserError("the runs have different datasets or vocabularies, whose losses differ: fit each by itself")
+        raise UserError(
+            "the runs have different datasets or vocabularies, whose losses differ: fit each by itself"
+        )
     if unfinished:
         warn(f"not finished, and left out: {count(unfinished, 'run')}")
     return rows
@@ -255,7 +289,9 @@ def _read_csv(path: Path) -> list[tuple[float, float, float]]:
             if not 0 < min(N, D, L) <= max(N, D, L) < float("inf"):
                 raise ValueError
         except (KeyError, TypeError, ValueError):
-            raise UserError(f"{path}, line {i}: {', '.join(_COLUMNS)} should be positive numbers, one each") from None
+            raise UserError(
+                f"{path}, line {i}: {', '.join(_COLUMNS)} should be positive numbers, one each"
+            ) from None
         rows.append((N, D, L))
     return rows
 
@@ -292,16 +328,31 @@ def _draw(N: Array, D: Array, L: Array, law: Law) -> bytes:
     tokens = np.geomspace(D.min() / 1.5, D.max() * 3)
     sizes = sorted(set(N))
     for i, size in enumerate(sizes[:: -(-len(sizes) // _MOST_CURVES)]):
-        left.plot(D[size == N], L[size == N], "o", color=f"C{i}", label=f"{short_count(size, 0)} parameters")
+        left.plot(
+            D[size == N],
+            L[size == N],
+            "o",
+            color=f"C{i}",
+            label=f"{short_count(size, 0)} parameters",
+        )
         left.plot(tokens, law.loss(size, tokens), color=f"C{i}", linewidth=1)
-    left.set(xscale="log", xlabel="tokens D", ylabel="validation loss (nats per token)", title="Runs, and the law")
+    left.set(
+        xscale="log",
+        xlabel="tokens D",
+        ylabel="validation loss (nats per token)",
+        title="Runs, and the law",
+    )
     left.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_formatter=NullFormatter())
     left.xaxis.set_major_formatter(short_count)
     left.legend()
     C = np.geomspace((6 * N * D).min(), (6 * N * D).max() * 10)
     right.plot(C, [law.loss(*law.best(c)) for c in C], label="lowest loss by the law")
     right.plot(6 * N * D, L, ".", color="dimgray", label="runs")
-    right.set(xscale="log", xlabel="training operations, 6 N D", title="The lowest loss for a number of operations")
+    right.set(
+        xscale="log",
+        xlabel="training operations, 6 N D",
+        title="The lowest loss for a number of operations",
+    )
     right.xaxis.set_major_formatter("{x:.0e}")
     right.legend()
     return png(figure)

@@ -22,10 +22,15 @@ def announce(run: Run, last: tuple[int, float] | None) -> None:
     if last is None:
         return
     config, schedule, (step, before) = run.config, run.config.schedule, last
-    again, now = (config.optim.max_lr * schedule.factor(n, config.max_steps) for n in (step - 1, run.state.step))
+    again, now = (
+        config.optim.max_lr * schedule.factor(n, config.max_steps)
+        for n in (step - 1, run.state.step)
+    )
     if min(abs(before - again), abs(before - now)) > 1e-6 * before:
         rates = f"the learning rate goes from {before:.3g} (step {step}) to {now:.3g} (step {run.state.step + 1})"
-        jumps = now - before > 0.1 * config.optim.max_lr and schedule.longer  # such a rise costs loss
+        jumps = (
+            now - before > 0.1 * config.optim.max_lr and schedule.longer
+        )  # such a rise costs loss
         warn(f"{rates}; for a longer run without this jump: {schedule.longer}" if jumps else rates)
 
 
@@ -44,7 +49,9 @@ def start_lines(run: Run) -> list[str]:
 def _model(run: Run) -> str:
     model = run.config.model
     layers = Counter(map(_attention, model.layers)).items()
-    attention = ", ".join(f"{name} in {count(n, 'layer')}" if len(layers) > 1 else name for name, n in layers)
+    attention = ", ".join(
+        f"{name} in {count(n, 'layer')}" if len(layers) > 1 else name for name, n in layers
+    )
     sizes = f"{count(model.n_layer, 'layer')}, {count(model.n_head, 'head')}, {count(model.n_embd, 'feature')}"
     return f"{run.gpt.size(run.tokenizer.n_vocab)}: {sizes}; {attention}"
 
@@ -57,7 +64,11 @@ def _attention(layer: AttentionConfig) -> str:
 def _data(run: Run) -> str:
     config, tokenizer, there = run.config, run.tokenizer, run.batches.stream.n_tokens
     read, mixture = config.tokens(config.last_step), run.batches.mixture
-    mixed = "" if mixture is None else f", drawn from {mixture.shares(config.last_step * config.batch_size)}"
+    mixed = (
+        ""
+        if mixture is None
+        else f", drawn from {mixture.shares(config.last_step * config.batch_size)}"
+    )
     corpus = f"{there:,} tokens in {config.dataset_dir} (tokenizer {tokenizer.name}, {tokenizer.n_vocab:,} ids)"
     return f"{corpus}; training reads {read:,} tokens, {epochs(read / there)}{mixed}"
 
@@ -73,7 +84,9 @@ def _batch(run: Run) -> str:
 def _schedule(run: Run) -> str:
     config, schedule, last = run.config, run.config.schedule, run.config.max_steps
     highest, warmup, fall = config.optim.max_lr, schedule.warmup(last), schedule.falls_after(last)
-    steps = count(last, "step") + (f" (this time to step {config.last_step:,})" if config.last_step < last else "")
+    steps = count(last, "step") + (
+        f" (this time to step {config.last_step:,})" if config.last_step < last else ""
+    )
     short = f" ({schedule.warmup_steps:,} would not fit)" if warmup < schedule.warmup_steps else ""
     rises = [f"rises to {highest:.3g} in {count(warmup, 'step')}{short}"] if warmup else []
     stays = [f"stays at {highest:.3g} until step {fall:,}"] if fall > warmup else []
@@ -82,7 +95,10 @@ def _schedule(run: Run) -> str:
     if tuned is not None and ratios(run.gpt, tuned) != (1, 1):
         sizes = f"{count(tuned.n_layer, 'layer')} and {count(tuned.n_embd, 'feature')}"
         scaled = f"; tuned for {sizes}, and scaled to this model"
-    optimizer, course = type(config.optim).__name__.removesuffix("Config"), ", then ".join([*rises, *stays, *falls])
+    optimizer, course = (
+        type(config.optim).__name__.removesuffix("Config"),
+        ", then ".join([*rises, *stays, *falls]),
+    )
     return f"{steps} of {optimizer}; the learning rate {course}{scaled}"
 
 
@@ -127,7 +143,10 @@ class TrainingProgress(Track):
 
 
 def _figures(lines: list[JsonDict]) -> list[str]:
-    last, over = lines[-1], f" (mean {mean(line['loss'] for line in lines):.4f})" if len(lines) > 1 else ""
+    last, over = (
+        lines[-1],
+        f" (mean {mean(line['loss'] for line in lines):.4f})" if len(lines) > 1 else "",
+    )
     mfu = [line["mfu"] for line in lines if line["mfu"]]
     return [
         f"loss {last['loss']:.4f}{over}",

@@ -20,7 +20,9 @@ class Average:
     """
 
     def __init__(self, gpt: GPT, share: float, world: World) -> None:
-        self.tensors: dict[str, Tensor] = {AVERAGE + name: p.detach().clone() for name, p in gpt.named_parameters()}
+        self.tensors: dict[str, Tensor] = {
+            AVERAGE + name: p.detach().clone() for name, p in gpt.named_parameters()
+        }
         self._share = share
         self._means = [world.local(mean) for mean in self.tensors.values()]
         self._weights = [world.local(p) for p in gpt.parameters()]

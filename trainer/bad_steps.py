@@ -30,10 +30,14 @@ class LossStatistics(Settings):
         weight = max(1 / (self.count + 1), 1 / _MEMORY)
         distance = loss - self.mean
         variance = (1 - weight) * (self.variance + weight * distance**2)
-        return LossStatistics(count=self.count + 1, mean=self.mean + weight * distance, variance=variance)
+        return LossStatistics(
+            count=self.count + 1, mean=self.mean + weight * distance, variance=variance
+        )
 
 
-def why_bad(loss: float, grad_norm: float, statistics: LossStatistics, spike_sigmas: float | None) -> str | None:
+def why_bad(
+    loss: float, grad_norm: float, statistics: LossStatistics, spike_sigmas: float | None
+) -> str | None:
     """Return why a step must not change the weights, or None. Arguments are the same in all processes."""
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         return f"loss is {loss} and the gradient's norm {grad_norm}"

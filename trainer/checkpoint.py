@@ -35,7 +35,14 @@ from pydantic import Field
 from torch import Tensor
 
 from common.console import say, warn
-from common.files import read_json, sha256_file, sync_directory, write_atomic, write_json, write_or_warn
+from common.files import (
+    read_json,
+    sha256_file,
+    sync_directory,
+    write_atomic,
+    write_json,
+    write_or_warn,
+)
 from common.settings import Settings, UserError, decode
 from data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from model.gpt import GPT
@@ -48,7 +55,13 @@ from trainer.tensor_file import Expected, read_tensors, save_file
 
 _NAME = re.compile(r"step-\d{8,18}")
 _LARGEST_STATE = 2**22  # bytes: it may name the weights of many sets
-_FILES = ("random.safetensors", "state.json", "tokenizer.json", "model.safetensors", "optimizer.safetensors")
+_FILES = (
+    "random.safetensors",
+    "state.json",
+    "tokenizer.json",
+    "model.safetensors",
+    "optimizer.safetensors",
+)
 _MODEL_FILES = ("model.safetensors", "state.json", "tokenizer.json")
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -104,7 +117,9 @@ class Checkpoint:
         found = json.dumps([self.sums["model.safetensors"], self.sums["state.json"], averaged])
         return hashlib.sha256(found.encode()).hexdigest()
 
-    def tensors(self, name: str, expected: Expected, rows: Mapping[str, slice] | None = None) -> dict[str, Tensor]:
+    def tensors(
+        self, name: str, expected: Expected, rows: Mapping[str, slice] | None = None
+    ) -> dict[str, Tensor]:
         """The tensors of "model", "optimizer" or "random", on the CPU.
 
         Args:
@@ -113,7 +128,9 @@ class Checkpoint:
         Raises:
             UserError: the checkpoint does not hold exactly the expected tensors.
         """
-        return read_tensors([self.path / file for file in self.sums[f"{name}.safetensors"]], expected, rows)
+        return read_tensors(
+            [self.path / file for file in self.sums[f"{name}.safetensors"]], expected, rows
+        )
 
     def write_result(self, name: str, content: bytes | str) -> None:
         """Write a file into the run directory and print its path. Only warns if the directory is read-only."""
@@ -136,7 +153,11 @@ def _all(run_dir: Path) -> list[Path]:
     """The run's checkpoints, by step."""
     folder = run_dir / "checkpoints"
     inside = folder.iterdir() if folder.is_dir() else ()
-    found = (path for path in inside if _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink())
+    found = (
+        path
+        for path in inside
+        if _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    )
     return sorted(found, key=_step_of)
 
 
@@ -153,7 +174,9 @@ def _first_line(path: Path) -> str:
 # Reading
 
 
-def open_checkpoint(path: str | Path, files: Collection[str] = _FILES, key: str = "checkpoint") -> Checkpoint:
+def open_checkpoint(
+    path: str | Path, files: Collection[str] = _FILES, key: str = "checkpoint"
+) -> Checkpoint:
     """Open a run directory's newest whole checkpoint, the checkpoint at `path`, or the one that a file `latest` names.
 
     Args:
@@ -173,10 +196,14 @@ def open_checkpoint(path: str | Path, files: Collection[str] = _FILES, key: str 
     if path.is_file():
         name = _first_line(path)
         if not _NAME.fullmatch(name):
-            raise UserError(f"{key}={path} does not name a checkpoint: give a run directory or a step-... folder")
+            raise UserError(
+                f"{key}={path} does not name a checkpoint: give a run directory or a step-... folder"
+            )
         path = path.parent / name
     if (path / "train-00000.bin").exists():
-        raise UserError(f"{key}={path} is a dataset: give the directory of a run that was trained on it")
+        raise UserError(
+            f"{key}={path} is a dataset: give the directory of a run that was trained on it"
+        )
     if (path / "manifest.json").is_file() or _NAME.fullmatch(path.name):
         return _open(path, files)
     found = open_newest(path, files)
@@ -195,7 +222,11 @@ def _what_it_is(path: Path) -> str:
     if (path / "model.safetensors").exists():
         return ", but a model for other programs: give the run that it was exported from (import_gpt2.py reads GPT-2)"
     runs = sorted(str(folder.parent) for folder in path.glob("*/checkpoints"))
-    return f" itself: give a run in it, such as {runs[0]}" if runs else ": give a run directory or a step-... folder"
+    return (
+        f" itself: give a run in it, such as {runs[0]}"
+        if runs
+        else ": give a run directory or a step-... folder"
+    )
 
 
 def open_newest(run_dir: Path, files: Collection[str] = _FILES) -> Checkpoint | None:
@@ -215,7 +246,9 @@ def open_newest(run_dir: Path, files: Collection[str] = _FILES) -> Checkpoint | 
             damaged.append(path)
     if damaged:
         what = f"none of the {len(damaged)} checkpoints in {run_dir / 'checkpoints'} is whole"
-        raise UserError(f"{what}: restore one from a copy, or use another run_dir; nothing was changed")
+        raise UserError(
+            f"{what}: restore one from a copy, or use another run_dir; nothing was changed"
+        )
     return None
 
 
@@ -249,16 +282,26 @@ def _read_sums(path: Path) -> dict[str, dict[str, str]]:
     except UserError as error:
         raise Damaged(f"{path / 'manifest.json'} is damaged: {error}") from None
     if (version := manifest.format_version) != FORMAT_VERSION:
-        message, other = f"{path} has format version {version}; this program reads {FORMAT_VERSION}", False
+        message, other = (
+            f"{path} has format version {version}; this program reads {FORMAT_VERSION}",
+            False,
+        )
         with contextlib.suppress(UserError, AttributeError):  # state.json may be damaged, too
-            other = read_json(path / "state.json", limit=_LARGEST_STATE).get("format_version") == version
+            other = (
+                read_json(path / "state.json", limit=_LARGEST_STATE).get("format_version")
+                == version
+            )
         raise UserError(f"{message}: use another run_dir") if other else Damaged(message)
     found, names = manifest.sha256, {file: [file] for file in _FILES}
     if (count := sum(name.startswith("model-") for name in found)) > 0:
         for stem in ("model", "optimizer"):
-            names[f"{stem}.safetensors"] = [f"{stem}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+            names[f"{stem}.safetensors"] = [
+                f"{stem}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)
+            ]
     if set(found) != {name for parts in names.values() for name in parts}:
-        raise Damaged(f"{path / 'manifest.json'} is damaged: it must list {', '.join(_FILES)}, or all of their parts")
+        raise Damaged(
+            f"{path / 'manifest.json'} is damaged: it must list {', '.join(_FILES)}, or all of their parts"
+        )
     return {file: {name: found[name] for name in parts} for file, parts in names.items()}
 
 
@@ -291,16 +334,25 @@ def read_weights(
         average: read the averaged weights, if the run has them.
     """
     weights, rows, averaged = gpt.state_dict(), rows or {}, checkpoint.state.average is not None
-    keys = {name: name for name in weights} | {AVERAGE + name: name for name, _ in gpt.named_parameters() if averaged}
+    keys = {name: name for name in weights} | {
+        AVERAGE + name: name for name, _ in gpt.named_parameters() if averaged
+    }
     expected: Expected = {key: (weights[name].shape, FLOATS) for key, name in keys.items()}
-    tensors = checkpoint.tensors("model", expected, {key: rows[name] for key, name in keys.items() if name in rows})
-    return {name: tensors[AVERAGE + name if average and AVERAGE + name in tensors else name] for name in weights}
+    tensors = checkpoint.tensors(
+        "model", expected, {key: rows[name] for key, name in keys.items() if name in rows}
+    )
+    return {
+        name: tensors[AVERAGE + name if average and AVERAGE + name in tensors else name]
+        for name in weights
+    }
 
 
 # Writing
 
 
-def save_checkpoint(run_dir: Path, tensors: Tensors, state: TrainState, tokenizer: Tokenizer) -> Path:
+def save_checkpoint(
+    run_dir: Path, tensors: Tensors, state: TrainState, tokenizer: Tokenizer
+) -> Path:
     """Write a checkpoint of contiguous tensors on the CPU. A crash or an error leaves earlier ones unchanged.
 
     Raises:
@@ -331,7 +383,9 @@ def save_checkpoint(run_dir: Path, tensors: Tensors, state: TrainState, tokenize
     return path
 
 
-def retain(run_dir: Path, state: TrainState, config: CheckpointConfig, damaged: Iterable[Path] = ()) -> None:
+def retain(
+    run_dir: Path, state: TrainState, config: CheckpointConfig, damaged: Iterable[Path] = ()
+) -> None:
     """Update `latest` and `best`, and delete old checkpoints, `damaged` ones, and what crashed saves left behind.
 
     Keeps the best checkpoint, the newest config.keep_last, and those of every config.keep_every-th step.
@@ -344,13 +398,19 @@ def retain(run_dir: Path, state: TrainState, config: CheckpointConfig, damaged: 
         _clear(leftover)
     whole = [path for path in paths if path not in damaged]
     best = None if state.best_step is None else checkpoint_path(run_dir, state.best_step)
-    if best not in whole and (folder / "best").is_file():  # that save failed: use the best checkpoint on disk
+    if (
+        best not in whole and (folder / "best").is_file()
+    ):  # that save failed: use the best checkpoint on disk
         best = folder / _first_line(folder / "best")
     _point(folder / "latest", whole[-1])
     if best in whole:
         _point(folder / "best", best)
     every, last = config.keep_every, whole[-config.keep_last :]
-    kept = [path for path in whole if path == best or path in last or (every and _step_of(path) % every == 0)]
+    kept = [
+        path
+        for path in whole
+        if path == best or path in last or (every and _step_of(path) % every == 0)
+    ]
     for path in paths:
         if path not in kept:
             _remove(path)
@@ -401,7 +461,9 @@ class Saver:
         """
         self._run_dir, self._tokenizer, self._config, self._log = run_dir, tokenizer, config, log
         self._world = world
-        self._copies: dict[str, dict[str, Tensor]] = {}  # reused: copying into new memory takes 30 times as long
+        self._copies: dict[
+            str, dict[str, Tensor]
+        ] = {}  # reused: copying into new memory takes 30 times as long
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._damaged = set(resumed.damaged) if resumed else set()
@@ -430,7 +492,9 @@ class Saver:
                 whole = world.unshard(value)
                 if world.is_main:
                     if name not in copies:
-                        copies[name] = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=whole.is_cuda)
+                        copies[name] = torch.empty(
+                            whole.shape, dtype=whole.dtype, pin_memory=whole.is_cuda
+                        )
                     copies[name].copy_(whole.detach(), non_blocking=True)
                 del whole  # before the next is gathered
         if not world.is_main:
@@ -439,7 +503,9 @@ class Saver:
             torch.cuda.synchronize()  # finishes the copies into pinned memory
         state = state.model_copy(update={"processes": world.size, "device": world.device.type})
         self._step, self.saved_step = state.step, None
-        self._thread = threading.Thread(target=self._write, args=(state,), name="saver", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write, args=(state,), name="saver", daemon=True
+        )
         self._thread.start()
 
     def check(self, last: bool = False) -> None:

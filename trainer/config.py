@@ -29,7 +29,9 @@ class EvalConfig(Settings, defaults="train:eval"):
     @field_validator("prompt", mode="before")
     @classmethod
     def _null(cls, raw: object) -> object:
-        return None if raw == "null" else raw  # the command line's words for it are taken as they are
+        return (
+            None if raw == "null" else raw
+        )  # the command line's words for it are taken as they are
 
 
 class TrainConfig(FixedSettings, defaults="train"):
@@ -75,7 +77,9 @@ class TrainConfig(FixedSettings, defaults="train"):
         if (share := self.runtime.context_parallel) > 1:
             self._check_shared_sequences(share)
         if self.run_dir == Path():
-            raise ValueError("run_dir is empty, or this folder: give one for the run, such as run_dir=runs/demo")
+            raise ValueError(
+                "run_dir is empty, or this folder: give one for the run, such as run_dir=runs/demo"
+            )
         if self.model.max_len is not None and self.seq_len > self.model.max_len:
             what = f"seq_len={self.seq_len} is longer than the {self.model.max_len} learned positions of the model"
             raise ValueError(f"{what}: use at most that, or set model.position.max_len")
@@ -83,7 +87,9 @@ class TrainConfig(FixedSettings, defaults="train"):
             self.model.check_constant_state(f"runtime.sequence_chunk={self.runtime.sequence_chunk}")
         n_global = max(getattr(layer, "n_global", 0) for layer in self.model.layers)
         if n_global > self.seq_len:
-            raise ValueError(f"n_global={n_global} is more than the seq_len={self.seq_len} positions: lower it")
+            raise ValueError(
+                f"n_global={n_global} is more than the seq_len={self.seq_len} positions: lower it"
+            )
         return self
 
     def _check_shared_sequences(self, share: int) -> None:
@@ -100,4 +106,6 @@ class TrainConfig(FixedSettings, defaults="train"):
         ]:
             if value:
                 wrong = str(getattr(runtime, setting)).lower()
-                raise ValueError(f"{given} does not work with runtime.{setting}={wrong}: use {instead}")
+                raise ValueError(
+                    f"{given} does not work with runtime.{setting}={wrong}: use {instead}"
+                )

@@ -31,7 +31,9 @@ class Stretch:
         """Make this one stretch with the one that follows."""
         self.place, self.count = after.place, self.count + after.count
         share = after.count / self.count
-        self.mean = self.mean * (1 - share) + after.mean * share  # a sum of huge losses would overflow
+        self.mean = (
+            self.mean * (1 - share) + after.mean * share
+        )  # a sum of huge losses would overflow
         self.low, self.high = min(self.low, after.low), max(self.high, after.high)
 
 
@@ -57,8 +59,12 @@ class Curve:
     def smoothed(self, share: float) -> list[float]:
         """For each stretch, the mean of as many up to it as are `share` of the curve."""
         width = max(1, int(len(self.stretches) * share))
-        windows = (self.stretches[max(0, end - width) : end] for end in range(1, len(self.stretches) + 1))
-        return [fmean([one.mean for one in window], [one.count for one in window]) for window in windows]
+        windows = (
+            self.stretches[max(0, end - width) : end] for end in range(1, len(self.stretches) + 1)
+        )
+        return [
+            fmean([one.mean for one in window], [one.count for one in window]) for window in windows
+        ]
 
 
 class RunCurves:
@@ -95,8 +101,16 @@ def draw_losses(curves: RunCurves, path: Path, name: str) -> None:
     tokens, lows = [stretch.place for stretch in stretches], [stretch.low for stretch in stretches]
     if stretches:
         highs = [stretch.high for stretch in stretches]
-        axes.fill_between(tokens, lows, highs, color=_EACH, alpha=0.5, linewidth=0.8, label="training, every step")
-        axes.plot(tokens, means, color=_MEAN, marker="o" if len(means) == 1 else "", label="training, mean")
+        axes.fill_between(
+            tokens, lows, highs, color=_EACH, alpha=0.5, linewidth=0.8, label="training, every step"
+        )
+        axes.plot(
+            tokens,
+            means,
+            color=_MEAN,
+            marker="o" if len(means) == 1 else "",
+            label="training, mean",
+        )
         title = f"training loss {means[-1]:.4f} nats per token: {name}"
     if curves.val:
         marker = "o" if len(curves.val) <= _MOST_DOTS else ""
@@ -104,7 +118,9 @@ def draw_losses(curves: RunCurves, path: Path, name: str) -> None:
         title = f"validation loss {curves.val[-1][1]:.4f} nats per token: {name}"
     axes.set_title(title)
     if points := [*zip(tokens, means, strict=True), *curves.val]:
-        later = [loss for place, loss in points if place >= 0.05 * max(points)[0]]  # after the first fall
+        later = [
+            loss for place, loss in points if place >= 0.05 * max(points)[0]
+        ]  # after the first fall
         low, high = min(later + lows), max(later)
         margin = 0.08 * (high - low) or 0.05  # a single loss has no range
         axes.set_ylim(low - margin, high + margin)

@@ -94,7 +94,9 @@ class Deadline:
         if self._in_step > self._patience:
             self._patience *= 2
             line = f"{self._place}, {clock(self._in_step)} so far"
-            threading.Thread(target=say, args=(line,), daemon=True).start()  # this thread must not wait for the output
+            threading.Thread(
+                target=say, args=(line,), daemon=True
+            ).start()  # this thread must not wait for the output
 
     def _touch(self) -> None:
         """Note that the main thread is at work where it is, and that what it waits for was announced."""

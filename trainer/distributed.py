@@ -30,9 +30,22 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 # Found in the messages of gloo's RuntimeErrors when another process is gone or does not answer.
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Timed out")
+_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Timed out",
+)
 # The same in the messages of NCCL's errors; its other errors are this process's own.
-_LOST_BY_NCCL = (*_LOST, "ncclRemoteError", "remote process exited", "was aborted", "timeout", "Timeout")
+_LOST_BY_NCCL = (
+    *_LOST,
+    "ncclRemoteError",
+    "remote process exited",
+    "was aborted",
+    "timeout",
+    "Timeout",
+)
 
 _LEAVE_SECONDS = 20.0
 """How long a failed process waits for the others, who may be inside NCCL, before it aborts NCCL's operations."""
@@ -76,7 +89,9 @@ class World:
         """Every process's `value`, by rank, on all of them; all have the same shape and dtype."""
         if self.size == 1:
             return [value]
-        values = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        values = [
+            torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(self.size)
+        ]
         dist.all_gather(values, value.contiguous())
         return values
 
@@ -92,7 +107,9 @@ class World:
         first, *others = self.exchange(name, values)
         for rank, found in enumerate(others, start=1):
             if differ := differences(first, found):
-                listed = ", ".join(f"{key}={here} (process 0: {there})" for key, (there, here) in differ.items())
+                listed = ", ".join(
+                    f"{key}={here} (process 0: {there})" for key, (there, here) in differ.items()
+                )
                 remedy = "start the same command with the same code and data in every process"
                 raise UserError(f"process {rank} differs from process 0 in {listed}: {remedy}")
 
@@ -112,7 +129,9 @@ class World:
         if self.deadline is not None:
             self.deadline.stop(failed=error is not None and _is_own(error))
 
-    def wrap(self, module: nn.Module, fsdp: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
+    def wrap(
+        self, module: nn.Module, fsdp: bool = False, dtype: torch.dtype = torch.float32
+    ) -> nn.Module:
         """Move the module to this process's device, and average its gradients over all processes.
 
         Args:
@@ -130,11 +149,21 @@ class World:
         if not fsdp:
             module.to(self.device)
             # Gradients as views of what is sent are not copied back after they are averaged.
-            return DistributedDataParallel(module, gradient_as_bucket_view=True) if self.size > 1 else module
+            return (
+                DistributedDataParallel(module, gradient_as_bucket_view=True)
+                if self.size > 1
+                else module
+            )
         if not dist.is_initialized():
             start = "start them with torchrun --standalone --nproc_per_node=2 instead of python"
-            raise UserError(f"runtime.strategy=fsdp needs several processes: {start}, or use runtime.strategy=ddp")
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+            raise UserError(
+                f"runtime.strategy=fsdp needs several processes: {start}, or use runtime.strategy=ddp"
+            )
+        from torch.distributed.fsdp import (
+            MixedPrecisionPolicy,
+            fully_shard,
+            register_fsdp_forward_method,
+        )
 
         gpt: Any = module.gpt
         mesh = init_device_mesh(self.device.type, (self.size,))
@@ -142,9 +171,13 @@ class World:
         # a checkpoint after an evaluation would not hold the parameters that the optimizer updates.
         shard = partial(fully_shard, mesh=mesh, reshard_after_forward=True)
         # The root has what autocast computes with in float32: embeddings, and the few other parameters of blocks.
-        matrices = {m.weight for block in gpt.blocks for m in block.modules() if isinstance(m, nn.Linear)}
+        matrices = {
+            m.weight for block in gpt.blocks for m in block.modules() if isinstance(m, nn.Linear)
+        }
         shard(gpt, ignored_params=matrices)
-        policy = MixedPrecisionPolicy(dtype, torch.promote_types(dtype, torch.float32), cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(
+            dtype, torch.promote_types(dtype, torch.float32), cast_forward_inputs=False
+        )
         for block in gpt.blocks:
             shard(block, ignored_params=set(block.parameters()) - matrices, mp_policy=policy)
         for method in ("summed_loss", "token_losses"):  # methods called besides forward()
@@ -175,7 +208,9 @@ class World:
     def rows(self, tensors: Mapping[str, Tensor]) -> dict[str, slice]:
         """The rows of each sharded tensor that this process holds. Those of rank 0 are the first."""
         chunks = {n: t.__create_chunk_list__()[0] for n, t in tensors.items() if _is_sharded(t)}
-        return {name: slice(at.offsets[0], at.offsets[0] + at.sizes[0]) for name, at in chunks.items()}
+        return {
+            name: slice(at.offsets[0], at.offsets[0] + at.sizes[0]) for name, at in chunks.items()
+        }
 
     def shard_like(self, full: Tensor, param: Tensor) -> Tensor:
         """The part of `full` that this process holds of `param`, with its sharding, device and dtype. Sends nothing.
@@ -217,7 +252,9 @@ class SequenceGroup:
 
     def receive(self, like: Tensor, steps: int) -> Tensor:
         """Wait for a tensor, of the shape and type of `like`, from the process that is so many `steps` ahead."""
-        received = torch.empty_like(like, device=self._world.device, memory_format=torch.contiguous_format)
+        received = torch.empty_like(
+            like, device=self._world.device, memory_format=torch.contiguous_format
+        )
         dist.recv(received, self._world.rank + steps, self._group)
         return received
 
@@ -248,19 +285,35 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
     console.quiet = rank != 0
     deadline: Deadline | None = None
     abort = False
-    hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun hosts it
+    hosts_store = (
+        rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    )  # else torchrun hosts it
     try:
         # Longer than the deadline, whose message says more.
-        timeout = _FOREVER if hang_seconds is None else timedelta(seconds=2 * hang_seconds + min(10 * hang_seconds, 60))
-        how: dict[str, Any] = {"backend": "nccl", "device_id": device} if device.type == "cuda" else {"backend": "gloo"}
+        timeout = (
+            _FOREVER
+            if hang_seconds is None
+            else timedelta(seconds=2 * hang_seconds + min(10 * hang_seconds, 60))
+        )
+        how: dict[str, Any] = (
+            {"backend": "nccl", "device_id": device}
+            if device.type == "cuda"
+            else {"backend": "gloo"}
+        )
         group_store = _connect(hosts_store, size, timeout)
         # A connection of its own, because the group's may be in use when everything hangs.
-        store = dist.PrefixStore("deadline", _connect(False, size, timedelta(seconds=min(hang_seconds or 60, 60))))
+        store = dist.PrefixStore(
+            "deadline", _connect(False, size, timedelta(seconds=min(hang_seconds or 60, 60)))
+        )
         deadline = Deadline(hang_seconds, rank, store)
         world = World(device, rank, size, deadline, timeout, group_store)
         # First, as processes that differ may be unable to form a group.
-        world.check_equal("versions", {"code": code_digest(), "torch": torch.__version__, "device": device.type})
-        dist.init_process_group(store=group_store, rank=rank, world_size=size, timeout=timeout, **how)
+        world.check_equal(
+            "versions", {"code": code_digest(), "torch": torch.__version__, "device": device.type}
+        )
+        dist.init_process_group(
+            store=group_store, rank=rank, world_size=size, timeout=timeout, **how
+        )
         yield world
     except BaseException as error:
         abort = device.type == "cuda" and (_is_own(error) or _is_lost_peer(error))
@@ -268,8 +321,13 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
         _forget_frames(error)  # they hold the module: see below
         if not _is_lost_peer(error):
             raise
-        why = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]  # no file, no advice
-        print_error(failed or f"rank {rank} lost contact with another process ({why}): start the same command again")
+        why = (
+            re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
+        )  # no file, no advice
+        print_error(
+            failed
+            or f"rank {rank} lost contact with another process ({why}): start the same command again"
+        )
         raise SystemExit(1 if failed else AGAIN) from None
     finally:
         # DDP's reducer must be gone before the group. If it held the last reference to the group, it would join gloo's
@@ -279,7 +337,9 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
         if deadline is not None:  # without it, there is no group yet
             deadline.stop()
             if abort and dist.group.WORLD is not None:
-                deadline.wait_for_others(size, _LEAVE_SECONDS)  # an abort would crash them (status 134)
+                deadline.wait_for_others(
+                    size, _LEAVE_SECONDS
+                )  # an abort would crash them (status 134)
                 dist.group.WORLD.abort()  # NCCL would wait for its operations, which the others may never begin
             elif dist.is_initialized():
                 dist.destroy_process_group()
@@ -293,7 +353,9 @@ def _read_environment() -> tuple[int, int]:
     missing = [name for name in needed if name not in os.environ]
     if missing:
         what = f"several processes need {', '.join(needed)}, and {', '.join(missing)} is not set"
-        raise UserError(f"{what}: start with torchrun or scripts/slurm/train.sbatch, or set none of them")
+        raise UserError(
+            f"{what}: start with torchrun or scripts/slurm/train.sbatch, or set none of them"
+        )
     size = _number_in_environment("WORLD_SIZE", 2**31)
     return _number_in_environment("RANK", size), size
 
@@ -312,7 +374,9 @@ def _own_device(device: torch.device) -> torch.device:
     there_are = torch.cuda.device_count()  # 1: some launchers show each process only its own GPU
     index = 0 if there_are == 1 else _number_in_environment("LOCAL_RANK", 2**31)
     if index >= there_are:
-        raise UserError(f"LOCAL_RANK={index}, but torch sees {there_are} GPUs here: start one process for each GPU")
+        raise UserError(
+            f"LOCAL_RANK={index}, but torch sees {there_are} GPUs here: start one process for each GPU"
+        )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
@@ -328,14 +392,20 @@ def _connect(host_it: bool, size: int, timeout: timedelta) -> dist.Store:
     late = threading.Timer(_LATE_SECONDS, errors.print, (line,))
     late.start()
     try:
-        store = dist.TCPStore(host, port, size, is_master=host_it, timeout=timeout, multi_tenant=host_it)
+        store = dist.TCPStore(
+            host, port, size, is_master=host_it, timeout=timeout, multi_tenant=host_it
+        )
     except dist.DistNetworkError as error:
         if host_it and "EADDRINUSE" in str(error):
-            raise UserError(f"MASTER_PORT={port} is in use on {host}: set another for all processes") from None
+            raise UserError(
+                f"MASTER_PORT={port} is in use on {host}: set another for all processes"
+            ) from None
         raise
     finally:
         late.cancel()
-    return dist.PrefixStore(f"{size} processes, attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    return dist.PrefixStore(
+        f"{size} processes, attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store
+    )
 
 
 def _is_lost_peer(error: BaseException) -> bool:

@@ -47,7 +47,10 @@ def backward_in_chunks(
         name: of the micro-batch, for the deadline's message.
     """
     assert runtime.sequence_chunk is not None
-    ids, wanted = token_ids.split(runtime.sequence_chunk, dim=1), targets.split(runtime.sequence_chunk, dim=1)
+    ids, wanted = (
+        token_ids.split(runtime.sequence_chunk, dim=1),
+        targets.split(runtime.sequence_chunk, dim=1),
+    )
     before = states_before(summed_loss, ids, runtime, world, name)
     losses: list[Tensor] = []
     gradients: list[Tensor | None] = []  # with respect to the state after the chunk
@@ -67,7 +70,11 @@ def backward_in_chunks(
 
 
 def states_before(
-    summed_loss: nn.Module, chunks: tuple[Tensor, ...], runtime: Runtime, world: World, name: str = ""
+    summed_loss: nn.Module,
+    chunks: tuple[Tensor, ...],
+    runtime: Runtime,
+    world: World,
+    name: str = "",
 ) -> list[GPTState | None]:
     """The state before each chunk, (B, T) ids, without gradients; None before the first."""
     before: list[GPTState | None] = [None]
@@ -85,7 +92,9 @@ def _return_memory(number: int, ids: Tensor) -> None:
     After every chunk, it would cost 7 to 13 % of the time, because memory that is new to a process is slow.
     """
     if ids.is_cpu and number % 4 == 0:
-        getattr(ctypes.CDLL(None), "malloc_trim", lambda spare: 0)(0)  # other C libraries do not have it
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda spare: 0)(
+            0
+        )  # other C libraries do not have it
 
 
 def _leaf(x: Tensor) -> Tensor:
@@ -104,7 +113,9 @@ def share_sequences(gpt: GPT, group: SequenceGroup) -> None:
     gpt.call = partial(_shared, group)
 
 
-def _shared(group: SequenceGroup, module: Any, x: Tensor, state: Any, *others: Any, **options: bool) -> tuple[Any, ...]:
+def _shared(
+    group: SequenceGroup, module: Any, x: Tensor, state: Any, *others: Any, **options: bool
+) -> tuple[Any, ...]:
     """module(x, state, ...) -> (x, ..., state), with the state of the process before this one.
 
     Gradients of states come and go with those of x.
@@ -118,7 +129,9 @@ def _shared(group: SequenceGroup, module: Any, x: Tensor, state: Any, *others: A
         state = restored(state, dict(zip(like, received, strict=True)))
     x, *between, after = module(x, state, *others, **dict.fromkeys(options, True))  # return_state
     if group.place < group.size - 1:
-        x = _PassOn.apply(x, group, *(own.to(like[name].dtype) for name, own in tensors_of(after).items()))
+        x = _PassOn.apply(
+            x, group, *(own.to(like[name].dtype) for name, own in tensors_of(after).items())
+        )
     return x, *between, after
 
 
@@ -152,5 +165,7 @@ class _PassOn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        received = (ctx.group.receive(like, +1) if like.is_floating_point() else None for like in ctx.like)
+        received = (
+            ctx.group.receive(like, +1) if like.is_floating_point() else None for like in ctx.like
+        )
         return g, None, *received

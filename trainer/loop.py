@@ -65,15 +65,23 @@ def check(config: TrainConfig) -> None:
         open_source(config.init_from, config.model, tokenizer)
 
 
-def train(config: TrainConfig, runtime: Runtime, world: World, signals: StopSignals) -> float | None:
+def train(
+    config: TrainConfig, runtime: Runtime, world: World, signals: StopSignals
+) -> float | None:
     """Train in a run directory that this process owns: see `fit`."""
     run = open_run(config, runtime, world)  # as after its newest checkpoint, or new
     if run.state.step >= config.last_step:
         step = run.state.step
-        more = f"stop_at above {step}, or leave it out" if step < config.max_steps else f"max_steps above {step}"
+        more = (
+            f"stop_at above {step}, or leave it out"
+            if step < config.max_steps
+            else f"max_steps above {step}"
+        )
         if step >= config.max_steps and config.schedule.longer:
             more += f"; without a jump of the learning rate: {config.schedule.longer}"
-        say(f"{config.run_dir} is already at step {step}: nothing to train. To continue, give a {more}")
+        say(
+            f"{config.run_dir} is already at step {step}: nothing to train. To continue, give a {more}"
+        )
         return run.state.best_val_loss
     steps, stopped = range(run.state.step, config.last_step), False
     with (
@@ -87,7 +95,9 @@ def train(config: TrainConfig, runtime: Runtime, world: World, signals: StopSign
             started = time.perf_counter()
             world.at(f"step {run.state.step + 1}: data")
             micro_batches = next(batches)
-            taken = take_step(run, micro_batches, asked_to_stop=lambda: signals.received is not None)
+            taken = take_step(
+                run, micro_batches, asked_to_stop=lambda: signals.received is not None
+            )
             if taken is None:  # asked to stop within the step: the run is as it was before it
                 saver.wait()
                 if saver.saved_step != run.state.step:
@@ -102,7 +112,12 @@ def train(config: TrainConfig, runtime: Runtime, world: World, signals: StopSign
             if evaluates := _due(run, config.eval.every):
                 progress.flush()
             improved = evaluates and _evaluate(run, records)
-            if improved or _due(run, config.checkpoint.every) or stopped or run.state.step == config.last_step:
+            if (
+                improved
+                or _due(run, config.checkpoint.every)
+                or stopped
+                or run.state.step == config.last_step
+            ):
                 _save(run, saver)
         records.draw()
     done = f"step {run.state.step:,} of {config.max_steps:,}"
@@ -115,25 +130,33 @@ def train(config: TrainConfig, runtime: Runtime, world: World, signals: StopSign
     lowest = "" if best is None else f"; lowest validation loss {best:.4f}, at step {at}"
     say(f"{done} saved in {config.run_dir}, with loss.png{lowest}")
     talk = {"interactive": True} if config.data.loss == "answers" else {}
-    say(f"to sample from it: python sample.py {overrides({'checkpoint': str(config.run_dir)} | talk)}")
+    say(
+        f"to sample from it: python sample.py {overrides({'checkpoint': str(config.run_dir)} | talk)}"
+    )
     return best
 
 
 def local_micro_batches(run: Run, step: int) -> MicroBatches:
     """This process's part of the global batch of a step, in pinned memory if a GPU reads it."""
     group = run.group
-    first, stop = (index * run.config.batch_size // group.count for index in (group.index, group.index + 1))
+    first, stop = (
+        index * run.config.batch_size // group.count for index in (group.index, group.index + 1)
+    )
     whole = map(torch.from_numpy, run.batches.batch(step, first, stop))
     own = [ids.chunk(group.size, dim=1)[group.place] for ids in whole]
     if run.world.device.type == "cuda":
         own = [ids.contiguous().pin_memory() for ids in own]  # other memory is copied twice
     n = stop - first
-    size = -(-n // -(-n // run.micro_batch))  # as equal as possible; the last micro-batch may be smaller
+    size = -(
+        -n // -(-n // run.micro_batch)
+    )  # as equal as possible; the last micro-batch may be smaller
     token_ids, targets = (ids.split(size) for ids in own)
     return list(zip(token_ids, targets, strict=True))
 
 
-def take_step(run: Run, micro_batches: MicroBatches, asked_to_stop: Callable[[], bool]) -> tuple[JsonDict, bool] | None:
+def take_step(
+    run: Run, micro_batches: MicroBatches, asked_to_stop: Callable[[], bool]
+) -> tuple[JsonDict, bool] | None:
     """Take the run's next step, or skip it if it is bad.
 
     Returns:
@@ -154,7 +177,9 @@ def take_step(run: Run, micro_batches: MicroBatches, asked_to_stop: Callable[[],
             run.runtime,
             run.world,
             grad_clip=config.optim.grad_clip,
-            refuse=lambda loss, norm: why_bad(loss, norm, state.statistics, config.runtime.spike_sigmas),
+            refuse=lambda loss, norm: why_bad(
+                loss, norm, state.statistics, config.runtime.spike_sigmas
+            ),
             asked_to_stop=asked_to_stop,
             name=f"step {step}",
         )
@@ -167,11 +192,17 @@ def take_step(run: Run, micro_batches: MicroBatches, asked_to_stop: Callable[[],
         return None
     if result.refused is not None:
         return _skip(run, result.refused), result.stop
-    statistics = state.statistics.after(result.loss) if config.runtime.spike_sigmas else state.statistics
+    statistics = (
+        state.statistics.after(result.loss) if config.runtime.spike_sigmas else state.statistics
+    )
     run.update(step=step, statistics=statistics)
     if run.average is not None:
         run.average.take(step)
-    figures = {"loss": result.loss, "lr": config.optim.max_lr * factor, "grad_norm": result.grad_norm}
+    figures = {
+        "loss": result.loss,
+        "lr": config.optim.max_lr * factor,
+        "grad_norm": result.grad_norm,
+    }
     tiles = {"exact_tiles": result.exact_tiles} if result.exact_tiles else {}
     return _line(run, **figures, **tiles), result.stop
 
@@ -189,7 +220,9 @@ def _skip(run: Run, reason: str) -> JsonDict:
         look = f"scripts/inspect_dataset.py run_dir={config.run_dir} step={step} shows what it read"
         remedy = f"lower optim.max_lr={config.optim.max_lr:g}, or see runtime.on_nonfinite, and start again"
         remedy = "raise batch_tokens, in another run_dir" if reason == NO_TARGETS else remedy
-        raise UserError(f"step {step}: {reason}{often}; the weights are unchanged: {remedy}; {look}")
+        raise UserError(
+            f"step {step}: {reason}{often}; the weights are unchanged: {remedy}; {look}"
+        )
     warn(f"skipping step {step}: {reason}")
     run.update(step=step, passed_over={**run.state.passed_over, step: reason})
     return _line(run, event="skipped", reason=reason)
@@ -204,7 +237,11 @@ def _speed(run: Run, seconds: float) -> dict[str, float | None]:
     """Throughput of a step that took so many seconds."""
     rate = run.config.tokens(1) / seconds
     peak = peak_flops(run.world.device, run.runtime.dtype)
-    mfu = rate * run.gpt.flops_per_token(run.config.seq_len) / (peak * run.world.size) if peak else None
+    mfu = (
+        rate * run.gpt.flops_per_token(run.config.seq_len) / (peak * run.world.size)
+        if peak
+        else None
+    )
     return {"tokens_per_second": round(rate, 1), "mfu": mfu and round(mfu, 4)}
 
 
@@ -222,14 +259,20 @@ def _evaluate(run: Run, records: "Records") -> bool:
     with contextlib.nullcontext() if run.average is None else run.average.in_place():
         loss = evaluate(run.gpt, run.windows, *how)
         if not math.isfinite(loss.nats):
-            raise UserError(f"step {step}: validation loss is {loss.nats}: lower optim.max_lr, and start again")
+            raise UserError(
+                f"step {step}: validation loss is {loss.nats}: lower optim.max_lr, and start again"
+            )
         prompt, from_run = config.eval.prompt, (run.tokenizer, run.runtime, run.world, config.seed)
         text = None if prompt is None else sample(run.gpt, prompt, *from_run)
     bits = {"val_bits_per_byte": loss.bits_per_byte} if loss.bytes else {}
-    records.write(_line(run, val_loss=loss.per_token, **bits, **({} if text is None else {"sample": text})))
+    records.write(
+        _line(run, val_loss=loss.per_token, **bits, **({} if text is None else {"sample": text}))
+    )
     of = " on answers" if config.data.loss == "answers" else ""
     of += "" if run.average is None else " (averaged weights)"
-    figures = f"{loss.per_token:.4f} nats/token" + (f", {loss.bits_per_byte:.4f} bits/byte" if bits else "")
+    figures = f"{loss.per_token:.4f} nats/token" + (
+        f", {loss.bits_per_byte:.4f} bits/byte" if bits else ""
+    )
     say(f"step {step}: validation loss{of} {figures}")
     if text is not None:
         say(f"step {step} writes:\n  | " + text.replace("\n", "\n  | "))
@@ -243,8 +286,12 @@ def _evaluate(run: Run, records: "Records") -> bool:
 def _save(run: Run, saver: Saver) -> None:
     """Write a checkpoint in the background, and delete those that need not be kept."""
     run.world.at(f"step {run.state.step}: save")
-    first = run.state.step - run.config.runtime.max_bad_steps  # older ones are not in a row with later ones
-    run.update(passed_over={step: why for step, why in run.state.passed_over.items() if step >= first})
+    first = (
+        run.state.step - run.config.runtime.max_bad_steps
+    )  # older ones are not in a row with later ones
+    run.update(
+        passed_over={step: why for step, why in run.state.passed_over.items() if step >= first}
+    )
     saver.save(run.tensors(), run.state)
 
 
@@ -270,7 +317,9 @@ class Records:
         write_config(run_dir / "config.json", config, run.world, found, resumed=step > 0)
         self.log = MetricsLog(run_dir / "metrics.jsonl", resumed_at=step)
         self.curves = RunCurves(read_metrics(self.log.path))
-        self._trackers = open_trackers(run.config.tracker, run.state.run_id, run_dir, config, resumed_at=step)
+        self._trackers = open_trackers(
+            run.config.tracker, run.state.run_id, run_dir, config, resumed_at=step
+        )
 
     def write(self, line: JsonDict) -> None:
         """Write a line."""
@@ -304,7 +353,9 @@ def _open_files(run: Run) -> Iterator[tuple[Records, Saver]]:
     records = Records(run)
     if world.is_main:
         announce(run, records.curves.rate)
-    saver = Saver(config.run_dir, run.tokenizer, config.checkpoint, world, records.log, run.checkpoint)
+    saver = Saver(
+        config.run_dir, run.tokenizer, config.checkpoint, world, records.log, run.checkpoint
+    )
     try:
         yield records, saver
         world.leave()

@@ -58,7 +58,10 @@ class LossSums:
 
     def losses(self, world: World) -> list[Loss]:
         """The loss of each key over all processes. Every process must call this once: sums become totals."""
-        return [Loss(nats, int(tokens), int(n_bytes)) for nats, tokens, n_bytes in world.sum(self._sums).tolist()]
+        return [
+            Loss(nats, int(tokens), int(n_bytes))
+            for nats, tokens, n_bytes in world.sum(self._sums).tolist()
+        ]
 
 
 def total(losses: list[Loss]) -> Loss:
@@ -90,7 +93,12 @@ def evaluate(
 
 
 def window_losses(
-    gpt: GPT, windows: EvalBatches, micro_batch: int, runtime: Runtime, world: World, piece: int | None = None
+    gpt: GPT,
+    windows: EvalBatches,
+    micro_batch: int,
+    runtime: Runtime,
+    world: World,
+    piece: int | None = None,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield this process's windows batch by batch: index of the first window, targets (B, T), losses (B, T).
 
@@ -98,14 +106,21 @@ def window_losses(
     """
     gpt.eval()
     together, piece = world.size * micro_batch, min(piece or windows.seq_len, windows.seq_len)
-    with Track(f"evaluating windows of {windows.seq_len:,}: tokens", len(windows) * windows.seq_len) as track:
+    with Track(
+        f"evaluating windows of {windows.seq_len:,}: tokens", len(windows) * windows.seq_len
+    ) as track:
         for first in range(0, len(windows), together):
             start = first + world.rank * micro_batch
-            token_ids, targets = map(torch.from_numpy, windows.rows(start, min(start + micro_batch, len(windows))))
+            token_ids, targets = map(
+                torch.from_numpy, windows.rows(start, min(start + micro_batch, len(windows)))
+            )
             mine = len(targets) > 0
             if not mine:  # other processes still have windows, and with fsdp all must do every pass
                 passes = -(-windows.seq_len // piece)
-                token_ids, targets = torch.zeros(1, passes, dtype=torch.int64), torch.full((1, passes), IGNORED)
+                token_ids, targets = (
+                    torch.zeros(1, passes, dtype=torch.int64),
+                    torch.full((1, passes), IGNORED),
+                )
             token_ids, targets = token_ids.to(world.device), targets.to(world.device)
             parts, n_rows = [], min(together, len(windows) - first)
             with torch.no_grad(), runtime.autocast():

@@ -69,7 +69,9 @@ def step_memory(
     wide, narrow = runtime.param_dtype.itemsize, runtime.dtype.itemsize
     weights = gpt.n_params() * wide
     linear, in_blocks = _linear(gpt), [_linear(block) for block in gpt.blocks]
-    linear = linear if gpt.config.tied else linear[:-1]  # without the output layer, whose logits come in parts
+    linear = (
+        linear if gpt.config.tied else linear[:-1]
+    )  # without the output layer, whose logits come in parts
     autocast = sum(layer.weight.numel() for layer in linear)
     own, gradients, whole = weights, 2 * weights if n_device > 1 and accumulated else weights, 0
     if fsdp:
@@ -78,7 +80,9 @@ def step_memory(
         root, block = weights - sum(blocks) * wide, max(blocks)
         own = -(-weights // n_device)
         gradients = weights + own if accumulated else own
-        whole = root + 2 * block * narrow + (block * wide if accumulated else root + 2 * block * wide)
+        whole = (
+            root + 2 * block * narrow + (block * wide if accumulated else root + 2 * block * wide)
+        )
 
     pieces = -(-seq_len // (runtime.sequence_chunk or seq_len))
     states = micro_batch * pieces * _state_bytes(gpt, narrow) if pieces > 1 else 0
@@ -94,8 +98,12 @@ def step_memory(
     most = linear_cross_entropy.CHUNK[runtime.device.type] // narrow
     logits = V * min(tokens, max(1, most // V))
     in_float32 = 3 * min(logits, most // linear_cross_entropy.PARTS[runtime.device.type]) * wide
-    loss = logits * narrow + copy + max(copy, in_float32)  # the weight, and its gradient, in the type of products
-    layer: float = D * wide + max(part.out_features for part in linear) * narrow  # gradients, input and product
+    loss = (
+        logits * narrow + copy + max(copy, in_float32)
+    )  # the weight, and its gradient, in the type of products
+    layer: float = (
+        D * wide + max(part.out_features for part in linear) * narrow
+    )  # gradients, input and product
     outside, kept = kept_per_token(gpt.config, seq_len, runtime.dtype)
     if recompute != "none":
         layer += max(kept)
@@ -110,17 +118,25 @@ def step_memory(
     )
 
 
-def memory_of(gpt: GPT, config: TrainConfig, runtime: Runtime, n_device: int, micro_batch: int) -> Memory:
+def memory_of(
+    gpt: GPT, config: TrainConfig, runtime: Runtime, n_device: int, micro_batch: int
+) -> Memory:
     """The memory of a run's step: see step_memory."""
     fsdp, accumulated = config.runtime.strategy == "fsdp", micro_batch < config.share_of(n_device)
-    size, how = (micro_batch, config.seq_len // config.runtime.context_parallel), config.runtime.recompute
+    size, how = (
+        (micro_batch, config.seq_len // config.runtime.context_parallel),
+        config.runtime.recompute,
+    )
     return step_memory(gpt, *size, runtime, n_device, fsdp, how, accumulated, config.means(gpt))
 
 
 def _state_bytes(gpt: GPT, of_keys: int) -> int:
     """Bytes of a text's state, which is kept before each piece; a number of a cached key has `of_keys`."""
     grown = sum(  # after its first tokens
-        2 * (layer.window + 2 * layer.n_global) * block.attention.n_kv_head * gpt.config.head_features
+        2
+        * (layer.window + 2 * layer.n_global)
+        * block.attention.n_kv_head
+        * gpt.config.head_features
         for layer, block in zip(gpt.config.layers, gpt.blocks, strict=True)
         if isinstance(layer, LongformerConfig)
     )
@@ -131,14 +147,21 @@ def _linear(module: nn.Module) -> list[nn.Linear]:
     return [part for part in module.modules() if isinstance(part, nn.Linear)]
 
 
-def kept_per_token(config: GPTConfig, seq_len: int, dtype: torch.dtype) -> tuple[float, list[float]]:
+def kept_per_token(
+    config: GPTConfig, seq_len: int, dtype: torch.dtype
+) -> tuple[float, list[float]]:
     """Bytes that a forward pass keeps for each token outside of blocks, and in each block, its input included.
 
     They are measured in models with one layer of each kind.
     """
 
     def measured(*layers: AttentionConfig, recompute: Recompute = "none") -> float:
-        small = {"n_layer": len(layers), "attention_pattern": list(layers), "n_vocab": 64, "pad_vocab": 1}
+        small = {
+            "n_layer": len(layers),
+            "attention_pattern": list(layers),
+            "n_vocab": 64,
+            "pad_vocab": 1,
+        }
         shape = config.model_copy(update=small).model_dump_json()
         return _measured(shape, min(seq_len, _MEASURED_TOKENS), dtype, recompute)
 
@@ -179,4 +202,8 @@ def _kept(gpt: GPT, ids: Tensor, runtime: Runtime) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), runtime.autocast():
         gpt.summed_loss(ids, ids)
     weights = {p.untyped_storage().data_ptr() for p in gpt.parameters()}
-    return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in weights)
+    return sum(
+        tensor.untyped_storage().nbytes()
+        for address, tensor in kept.items()
+        if address not in weights
+    )

@@ -83,8 +83,12 @@ class MetricsLog:
     def _write_recent(self) -> None:
         """Append the waiting lines in order. After an error, the next call continues where the file ends."""
         try:
-            while self._written < len(self._recent):  # a disk that is nearly full takes a part, and then fails
-                self._written += os.pwrite(self._file, self._recent[self._written :], self._synced + self._written)
+            while self._written < len(
+                self._recent
+            ):  # a disk that is nearly full takes a part, and then fails
+                self._written += os.pwrite(
+                    self._file, self._recent[self._written :], self._synced + self._written
+                )
         except OSError as error:
             raise self._with_path(error) from None
         self._warned = False
@@ -138,8 +142,12 @@ def _parse(text: bytes) -> JsonDict | None:
         line: JsonDict = orjson.loads(text)
         losses = [line[key] + 0.0 for key in ("loss", "val_loss") if key in line]
         counts = [line["step"], *([line["tokens"]] if losses else [])]
-        whole = all(type(count) is int for count in counts) and isinstance(line.get("sample", ""), str)
-        whole &= all(0 <= number < 1e300 for number in counts + losses)  # drawing larger ones overflows
+        whole = all(type(count) is int for count in counts) and isinstance(
+            line.get("sample", ""), str
+        )
+        whole &= all(
+            0 <= number < 1e300 for number in counts + losses
+        )  # drawing larger ones overflows
     except (ValueError, TypeError, KeyError):
         return None
     return line if whole else None

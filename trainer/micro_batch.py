@@ -42,7 +42,9 @@ def choose_micro_batch(
     params = list(loss_module.parameters())
     if any(hasattr(p, "to_local") for p in params):
         what = "runtime.micro_batch=auto does not work with runtime.strategy=fsdp, whose processes wait for each other"
-        raise UserError(f"{what}: give a number, such as runtime.micro_batch=1, or use runtime.strategy=ddp")
+        raise UserError(
+            f"{what}: give a number, such as runtime.micro_batch=1, or use runtime.strategy=ddp"
+        )
     if world.device.type == "cuda":
         room, most = torch.cuda.mem_get_info(world.device)[1], share
         spare = int(SPARE * room)
@@ -78,16 +80,23 @@ def choose_micro_batch(
     chosen = largest(lambda size: _least(fits(size), world) == 1, _least(most, world))
     if is_compiled(loss_module):
         torch.compiler.reset()  # code compiled for many sizes is slower than code for one
-    how, place = "runtime.micro_batch=auto", f"the {room / 1e9:.1f} GB of {device_name(world.device)}"
+    how, place = (
+        "runtime.micro_batch=auto",
+        f"the {room / 1e9:.1f} GB of {device_name(world.device)}",
+    )
     if chosen == 0:
-        raise UserError(f"{how}: one sequence does not fit in {place}: use a smaller model or a smaller {seq_len=}")
+        raise UserError(
+            f"{how}: one sequence does not fit in {place}: use a smaller model or a smaller {seq_len=}"
+        )
     say(f"{how}: {chosen} of up to {share} sequences, in {place}")
     return chosen
 
 
 def room_on_cpu(world: World) -> int:
     """Bytes that each process on this machine may still take."""
-    return available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", world.size))  # if unknown, all are here
+    return available_memory() // int(
+        os.environ.get("LOCAL_WORLD_SIZE", world.size)
+    )  # if unknown, all are here
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:

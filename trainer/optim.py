@@ -15,8 +15,12 @@ from model.layers import FusedLinear
 from trainer.distributed import World
 from trainer.transfer import TransferConfig, ratios, scales
 
-_TOGETHER = 2**20  # numbers in matrices that CPUs multiply together: small products take less time than their start
-_AT_ONCE = 2**27  # numbers in updates that exist, and are sent, at once: with temporary ones about 3 GiB
+_TOGETHER = (
+    2**20
+)  # numbers in matrices that CPUs multiply together: small products take less time than their start
+_AT_ONCE = (
+    2**27
+)  # numbers in updates that exist, and are sent, at once: with temporary ones about 3 GiB
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -38,7 +42,9 @@ class AdamWConfig(Settings, defaults="optim/adamw"):
     transfer: TransferConfig | None
     """The size that max_lr was tuned for; null: max_lr and initial weights are used as given."""
 
-    def build(self, gpt: GPT, world: World | None = None, dtype: torch.dtype = torch.float32) -> torch.optim.Optimizer:
+    def build(
+        self, gpt: GPT, world: World | None = None, dtype: torch.dtype = torch.float32
+    ) -> torch.optim.Optimizer:
         """Build the optimizer, with a fused update and its state allocated.
 
         Args:
@@ -60,14 +66,24 @@ class AdamWConfig(Settings, defaults="optim/adamw"):
         for p in params:
             members.setdefault((p.dim() < 2, scale[p].adamw), []).append(p)
         groups = [
-            {"params": members[key], "scale": key[1], "weight_decay": 0.0 if key[0] else self.weight_decay / key[1]}
+            {
+                "params": members[key],
+                "scale": key[1],
+                "weight_decay": 0.0 if key[0] else self.weight_decay / key[1],
+            }
             for key in sorted(members)
         ]
         eps = self.eps * math.prod(ratios(gpt, self.transfer))
         optimizer = torch.optim.AdamW(groups, lr=self.max_lr, betas=self.betas, eps=eps, fused=True)
-        for p in params:  # as in its first step, so that the state can be saved, loaded and measured before
+        for p in (
+            params
+        ):  # as in its first step, so that the state can be saved, loaded and measured before
             step = torch.zeros((), dtype=torch.float32, device=p.device)
-            optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            optimizer.state[p] = {
+                "step": step,
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
         return optimizer
 
 
@@ -83,7 +99,9 @@ class MuonConfig(AdamWConfig, defaults="optim/muon"):
     weight_decay_end: float = Field(ge=0, le=1)
     """Weight decay of the matrices at the end of the run, as a factor of that at the beginning; linear between."""
 
-    def build(self, gpt: GPT, world: World | None = None, dtype: torch.dtype = torch.float32) -> torch.optim.Optimizer:
+    def build(
+        self, gpt: GPT, world: World | None = None, dtype: torch.dtype = torch.float32
+    ) -> torch.optim.Optimizer:
         matrices = {layer.weight for layer in block_matrices(gpt)}
         adamw = self._adamw(gpt, [p for p in gpt.parameters() if p not in matrices])
         return Muon(self, gpt, adamw, world or World(torch.device("cpu")), dtype)
@@ -103,7 +121,9 @@ OptimConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="name")]
 def block_matrices(gpt: GPT) -> Iterator[nn.Linear]:
     """Yield the linear layers of blocks, except those of forget gates."""
     for block in gpt.blocks:
-        gates = {m for decay in block.modules() if isinstance(decay, Decay) for m in decay.modules()}
+        gates = {
+            m for decay in block.modules() if isinstance(decay, Decay) for m in decay.modules()
+        }
         yield from (m for m in block.modules() if isinstance(m, nn.Linear) and m not in gates)
 
 
@@ -116,13 +136,25 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, config: MuonConfig, gpt: GPT, adamw: torch.optim.AdamW, world: World, dtype: torch.dtype
+        self,
+        config: MuonConfig,
+        gpt: GPT,
+        adamw: torch.optim.AdamW,
+        world: World,
+        dtype: torch.dtype,
     ) -> None:
         """`adamw` updates the other parameters."""
-        self._layers, scale = {layer.weight: layer for layer in block_matrices(gpt)}, scales(gpt, config.transfer)
+        self._layers, scale = (
+            {layer.weight: layer for layer in block_matrices(gpt)},
+            scales(gpt, config.transfer),
+        )
         self._factors = {p: scale[p].muon for p in self._layers}
         self._adamw, self._world, self._dtype = adamw, world, dtype
-        defaults = {"lr": config.max_lr, "momentum": config.momentum, "weight_decay": config.weight_decay}
+        defaults = {
+            "lr": config.max_lr,
+            "momentum": config.momentum,
+            "weight_decay": config.weight_decay,
+        }
         super().__init__(list(self._layers), defaults)
         self._rounds, n = dict[int, list[list[Tensor]]](), 0
         for weights in self._alike():
@@ -138,7 +170,9 @@ class Muon(torch.optim.Optimizer):
         """Update all parameters."""
         self._adamw.step()
         for batches in self._rounds.values():
-            if given := [own for weights in batches if (own := [p for p in weights if p.grad is not None])]:
+            if given := [
+                own for weights in batches if (own := [p for p in weights if p.grad is not None])
+            ]:
                 self._update(given)
 
     def _update(self, batches: list[list[Tensor]]) -> None:
@@ -149,14 +183,21 @@ class Muon(torch.optim.Optimizer):
             rank = loads.index(min(loads))
             places.append((rank, loads[rank]))
             loads[rank] += len(batch) * batch[0].numel()
-            means, grads = [self.state[p]["mean"] for p in batch], [p.grad for p in batch if p.grad is not None]
+            means, grads = (
+                [self.state[p]["mean"] for p in batch],
+                [p.grad for p in batch if p.grad is not None],
+            )
             torch._foreach_lerp_(means, grads, 1 - group["momentum"])
             ahead = torch.stack(grads)  # (n, rows, columns)
             torch._foreach_lerp_(ahead.unbind(), means, group["momentum"])  # Nesterov's momentum
             ahead = world.unshard(ahead)
             if rank == world.rank:
                 own.append(self._updates_of(batch[0], ahead).flatten())
-        own.append(torch.empty(max(loads) - loads[world.rank], dtype=batches[0][0].dtype, device=world.device))
+        own.append(
+            torch.empty(
+                max(loads) - loads[world.rank], dtype=batches[0][0].dtype, device=world.device
+            )
+        )
         everyones, weights, updates = world.gather(torch.cat(own)), list[Tensor](), list[Tensor]()
         for batch, (rank, first) in zip(batches, places, strict=True):
             n = len(batch) * batch[0].numel()
@@ -174,7 +215,8 @@ class Muon(torch.optim.Optimizer):
         layer = self._layers[p]
         parts = layer.split(x) if isinstance(layer, FusedLinear) else [x]
         updates = [
-            0.2 * max(part.shape[1:]) ** 0.5 * self._factors[p] * orthogonal(part, self._dtype) for part in parts
+            0.2 * max(part.shape[1:]) ** 0.5 * self._factors[p] * orthogonal(part, self._dtype)
+            for part in parts
         ]
         return layer.join(updates) if isinstance(layer, FusedLinear) else updates[0]
 
@@ -199,11 +241,17 @@ def orthogonal(x: Tensor, dtype: torch.dtype) -> Tensor:
     y = y.mT if x.shape[1] > x.shape[2] else y
     for _ in range(5):
         square = y @ y.mT
-        y = torch.baddbmm(y, torch.baddbmm(square, square, square, beta=-4.7750, alpha=2.0315), y, beta=3.4445)
+        y = torch.baddbmm(
+            y, torch.baddbmm(square, square, square, beta=-4.7750, alpha=2.0315), y, beta=3.4445
+        )
     return (y.mT if x.shape[1] > x.shape[2] else y).to(x.dtype)
 
 
 def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's tensors by parameter name: "blocks.0.norm.weight/exp_avg"."""
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    return {f"{names[p]}/{key}": value for p, state in optimizer.state.items() for key, value in state.items()}
+    return {
+        f"{names[p]}/{key}": value
+        for p, state in optimizer.state.items()
+        for key, value in state.items()
+    }

@@ -16,7 +16,12 @@ from common.words import in_hydras_grammar
 from trainer.distributed import World
 from trainer.runtime import device_name
 
-_RECORDS = "config.json", "metrics.jsonl", "loss.png", "samples.txt"  # what a run writes beside its checkpoints
+_RECORDS = (
+    "config.json",
+    "metrics.jsonl",
+    "loss.png",
+    "samples.txt",
+)  # what a run writes beside its checkpoints
 _ROUNDING = "device", "dtype", "torch"  # parts of the environment that rounding depends on
 
 
@@ -27,12 +32,18 @@ def check_folder(run_dir: Path) -> None:
     if not run_dir.resolve().name:
         raise UserError(f"run_dir={run_dir} is the root of all files: choose a folder in it")
     if (run_dir / "manifest.json").exists():
-        raise UserError(f"run_dir={run_dir} is a dataset or a checkpoint: choose another folder for the run")
+        raise UserError(
+            f"run_dir={run_dir} is a dataset or a checkpoint: choose another folder for the run"
+        )
     if runs := sorted(run_dir.glob("*/checkpoints")):
-        raise UserError(f"run_dir={run_dir} has runs in it, such as {runs[0].parent.name}: choose a folder beside them")
+        raise UserError(
+            f"run_dir={run_dir} has runs in it, such as {runs[0].parent.name}: choose a folder beside them"
+        )
     records = [name for name in _RECORDS if (run_dir / name).exists()]
     if records and not (run_dir / "run.lock").exists():
-        raise UserError(f"run_dir={run_dir} is no run, and training would overwrite its {records[0]}: choose another")
+        raise UserError(
+            f"run_dir={run_dir} is no run, and training would overwrite its {records[0]}: choose another"
+        )
 
 
 def own_run(run_dir: Path) -> AbstractContextManager[None]:
@@ -53,7 +64,9 @@ def own_run(run_dir: Path) -> AbstractContextManager[None]:
     return owned(run_dir / "run.lock", taken)
 
 
-def write_config(path: Path, config: JsonDict, world: World, found: JsonDict, resumed: bool) -> None:
+def write_config(
+    path: Path, config: JsonDict, world: World, found: JsonDict, resumed: bool
+) -> None:
     """Write config.json: the configuration, and the versions, devices and environment that a run's numbers depend on.
 
     Prints what changed since the run was last started. `found` is what else is known about model and device.
@@ -77,7 +90,8 @@ def write_config(path: Path, config: JsonDict, world: World, found: JsonDict, re
 def changes_of(changed: dict[str, tuple[Any, Any]], before: str) -> list[str]:
     """Return changed settings, old and new by key, as they are typed: "seed=2 (BEFORE 1)"."""
     return [
-        f"{key}={in_hydras_grammar(new)} ({before} {in_hydras_grammar(old)})" for key, (old, new) in changed.items()
+        f"{key}={in_hydras_grammar(new)} ({before} {in_hydras_grammar(old)})"
+        for key, (old, new) in changed.items()
     ]
 
 
@@ -85,16 +99,27 @@ def _say_changes(path: Path, config: JsonDict, environment: JsonDict) -> None:
     """Print what differs from config.json, of settings and of what rounding depends on."""
     try:
         file = read_json(path)
-        before, now = ({key: each[key] for key in _ROUNDING} for each in (file["environment"], environment))
-        was = file["config"] | {key: config[key] for key in ("dataset_dir", "run_dir")}  # where the same files are
+        before, now = (
+            {key: each[key] for key in _ROUNDING} for each in (file["environment"], environment)
+        )
+        was = file["config"] | {
+            key: config[key] for key in ("dataset_dir", "run_dir")
+        }  # where the same files are
         changes = differences(was, config) | differences(before, now)
-    except (UserError, KeyError, TypeError, AttributeError) as error:  # the file is only a record: no reason to stop
+    except (
+        UserError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:  # the file is only a record: no reason to stop
         return warn(f"{path} is damaged: {error}")
     renamed = tuple(key.removesuffix("name") for key in changes if key.endswith(".name"))
     said = {
         key: values
         for key, values in changes.items()
-        if key.endswith(".name") or not key.startswith(renamed) or None not in values  # else only one schedule has it
+        if key.endswith(".name")
+        or not key.startswith(renamed)
+        or None not in values  # else only one schedule has it
     }
     for line in changes_of(said, "was"):
         say(f"changed: {line}")

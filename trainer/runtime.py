@@ -21,7 +21,9 @@ from model.ops.checks import failed_check, separate_compiled_code
 from trainer.devices import device_of_gpu
 
 _SECONDS_TO_COMPILE = 500.0  # a small model
-_SECONDS_FOR_KERNELS = 1800.0  # for the checks of all operators of a model, each with a limit of its own
+_SECONDS_FOR_KERNELS = (
+    1800.0  # for the checks of all operators of a model, each with a limit of its own
+)
 
 
 class DeviceConfig(Settings, defaults="device"):
@@ -40,7 +42,9 @@ class DeviceConfig(Settings, defaults="device"):
     @classmethod
     def _supported(cls, device: object) -> object:
         if device == "mps":
-            raise ValueError("Apple's GPUs have no float64, which sums of forget gates need: use cpu")
+            raise ValueError(
+                "Apple's GPUs have no float64, which sums of forget gates need: use cpu"
+            )
         return device
 
 
@@ -94,7 +98,9 @@ class Runtime:
 
     def autocast(self) -> AbstractContextManager[None]:
         """A context manager for forward passes: autocast if the dtype is bfloat16, else no-op."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+        return torch.autocast(
+            self.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16
+        )
 
 
 def open_runtime(config: DeviceConfig) -> Runtime:
@@ -104,9 +110,13 @@ def open_runtime(config: DeviceConfig) -> Runtime:
         UserError: torch sees no GPU, and runtime.device is cuda, or it is auto and there is one.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("runtime.device=cuda, but torch sees no GPU here: use runtime.device=cpu or auto")
+        raise UserError(
+            "runtime.device=cuda, but torch sees no GPU here: use runtime.device=cpu or auto"
+        )
     if config.device == "auto" and (why := why_gpu_is_unseen()):
-        raise UserError(f"this machine has a GPU that torch does not see: {why}; or use runtime.device=cpu")
+        raise UserError(
+            f"this machine has a GPU that torch does not see: {why}; or use runtime.device=cpu"
+        )
     device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         keep_freed_memory()
@@ -128,7 +138,9 @@ def keep_freed_memory() -> None:
 
     By default glibc returns memory to the system many times a step, and every page that is reused causes a page fault.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)  # other C libraries do not have it
+    mallopt = getattr(
+        ctypes.CDLL(None), "mallopt", lambda option, value: 0
+    )  # other C libraries do not have it
     mallopt(-4, 0)  # M_MMAP_MAX, 0: no tensor has pages of its own, which would be returned with it
     mallopt(-1, -1)  # M_TRIM_THRESHOLD, -1: free memory at the end of the heap is never returned
 
@@ -159,7 +171,9 @@ def why_gpu_is_unseen(dev: Path = Path("/dev")) -> str | None:
     return "torch.cuda.is_available() is false"
 
 
-def maybe_compile(modules: Iterable[nn.Module], config: RuntimeConfig, runtime: Runtime, gpt: GPT) -> None:
+def maybe_compile(
+    modules: Iterable[nn.Module], config: RuntimeConfig, runtime: Runtime, gpt: GPT
+) -> None:
     """Compile the modules of a model in place, if the configuration or the device requires it."""
     if config.compile is False or (config.compile == "auto" and runtime.device.type == "cpu"):
         return  # on a CPU, compiling takes longer than it saves
@@ -194,7 +208,9 @@ def _why_not_compiled(config: RuntimeConfig, runtime: Runtime, gpt: GPT) -> str 
         "by_block": config.strategy == "fsdp",
         "documents": gpt.eot_id is not None,
     }
-    failed_check("the model's operators", check, device, _SECONDS_FOR_KERNELS, compiled=False, **arguments)
+    failed_check(
+        "the model's operators", check, device, _SECONDS_FOR_KERNELS, compiled=False, **arguments
+    )
     failure = failed_check("torch.compile", check, device, _SECONDS_TO_COMPILE, **arguments)
     return failure and f"torch.compile {failure}"
 

@@ -29,18 +29,25 @@ def read_prompt(prompt: str, tokenizer: Tokenizer, max_len: int | None) -> tuple
     """
     try:
         if prompt and isinstance(tokenizer, ChatTokenizer):
-            prompt, ids = prompt + "\n", [tokenizer.eot_id, *tokenizer.encode_chat([("user", prompt)], answer=True)]
+            prompt, ids = (
+                prompt + "\n",
+                [tokenizer.eot_id, *tokenizer.encode_chat([("user", prompt)], answer=True)],
+            )
         else:
             ids = [tokenizer.eot_id, *tokenizer.encode(prompt)]
     except UserError:
         prompt, ids = "", [tokenizer.eot_id]
     if max_len is not None and len(ids) > max_len:
-        raise UserError(f"eval.prompt has {len(ids)} tokens, more than the model's {max_len} positions: shorten it")
+        raise UserError(
+            f"eval.prompt has {len(ids)} tokens, more than the model's {max_len} positions: shorten it"
+        )
     return prompt, ids
 
 
 @torch.no_grad()
-def sample(gpt: GPT, prompt: str, tokenizer: Tokenizer, runtime: Runtime, world: World, seed: int) -> str:
+def sample(
+    gpt: GPT, prompt: str, tokenizer: Tokenizer, runtime: Runtime, world: World, seed: int
+) -> str:
     """A prompt with at most 100 tokens that follow. The text is that of rank 0; every process must call this.
 
     Random numbers come from a generator of its own, so training does not change.
@@ -58,7 +65,11 @@ def sample(gpt: GPT, prompt: str, tokenizer: Tokenizer, runtime: Runtime, world:
             with runtime.autocast():
                 logits, state = gpt(ids, state, return_state=True)
             weights = (logits[0, -1, : tokenizer.n_vocab].double().cpu() / _TEMPERATURE).softmax(-1)
-            token = torch.multinomial(weights, 1, generator=generator) if weights.isfinite().all() else end
+            token = (
+                torch.multinomial(weights, 1, generator=generator)
+                if weights.isfinite().all()
+                else end
+            )
             ids = world.gather(token.to(world.device))[0].view(1, 1)
             if ids.item() in tokenizer.end_ids:
                 break

@@ -25,13 +25,19 @@ class StopSignals:
         # One event may send several signals: torchrun forwards what its whole process group has already received, and
         # the system and the shell both tell that a terminal is gone.
         self._echo_seconds = 1.0 if by_torchrun else 0.3
-        hup_is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and not by_torchrun  # nohup
-        self._stopping = [number for number in STOPPING if number != signal.SIGHUP or not hup_is_ignored]
+        hup_is_ignored = (
+            signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and not by_torchrun
+        )  # nohup
+        self._stopping = [
+            number for number in STOPPING if number != signal.SIGHUP or not hup_is_ignored
+        ]
 
     def __enter__(self) -> "StopSignals":
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        self._handlers = {number: signal.signal(number, lambda *_: None) for number in self._stopping}
+        self._handlers = {
+            number: signal.signal(number, lambda *_: None) for number in self._stopping
+        }
         self._wakeup = signal.set_wakeup_fd(self._writer)
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._thread.start()
@@ -56,4 +62,7 @@ class StopSignals:
                 warn(f"{self.received.name}: saving and stopping; a second signal stops at once")
             elif time.monotonic() - first >= self._echo_seconds:
                 again = f"{signal.Signals(byte[0]).name}, the second signal"
-                leave_at_once(128 + byte[0], f"{again}: stopped at once; the same command resumes from the last save")
+                leave_at_once(
+                    128 + byte[0],
+                    f"{again}: stopped at once; the same command resumes from the last save",
+                )

@@ -16,7 +16,15 @@ from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPT, GPTConfig
 from trainer.average import Average
-from trainer.checkpoint import Checkpoint, Tensors, open_checkpoint, open_model, open_newest, read_weights, retain
+from trainer.checkpoint import (
+    Checkpoint,
+    Tensors,
+    open_checkpoint,
+    open_model,
+    open_newest,
+    read_weights,
+    retain,
+)
 from trainer.config import TrainConfig
 from trainer.distributed import SequenceGroup, World
 from trainer.long import share_sequences
@@ -63,7 +71,10 @@ class Run:
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """The run's tensors by name, as in its checkpoints."""
         averages = {} if self.average is None else self.average.tensors
-        return {"model": self.gpt.state_dict() | averages, "optimizer": named_state(self.gpt, self.optimizer)}
+        return {
+            "model": self.gpt.state_dict() | averages,
+            "optimizer": named_state(self.gpt, self.optimizer),
+        }
 
     def update(self, **changes: Any) -> None:
         """Change the state."""
@@ -84,9 +95,13 @@ def open_run(config: TrainConfig, runtime: Runtime, world: World) -> Run:
         batches.mix(config.dataset_dir, manifest, config.data.mixture)
     checkpoint = find_checkpoint(config.run_dir, world)
     if checkpoint is not None and config.resume == "never":
-        raise UserError(f"run_dir={config.run_dir} holds a run, and resume=never: choose another, or resume=auto")
+        raise UserError(
+            f"run_dir={config.run_dir} holds a run, and resume=never: choose another, or resume=auto"
+        )
     group = SequenceGroup(world, config.runtime.context_parallel)
-    gpt, summed_loss = build_model(config, runtime, world, group, config.data.reset_at(tokenizer.eot_id))
+    gpt, summed_loss = build_model(
+        config, runtime, world, group, config.data.reset_at(tokenizer.eot_id)
+    )
     if config.init_from is not None and checkpoint is None:
         take_weights(gpt, config.init_from, tokenizer, world)
     seed_process(f"{config.seed} 0 {world.rank}")
@@ -98,7 +113,9 @@ def open_run(config: TrainConfig, runtime: Runtime, world: World) -> Run:
         run.state = restore(checkpoint, state, run.tensors(), world)
         say(f"resuming {config.run_dir} after step {run.state.step}")
         if world.is_main and not checkpoint.damaged:  # else newer ones stay: their disk may recover
-            retain(config.run_dir, run.state, config.checkpoint)  # a killed save may have left this undone
+            retain(
+                config.run_dir, run.state, config.checkpoint
+            )  # a killed save may have left this undone
     run.micro_batch = _choose_micro_batch(run)
     return run
 
@@ -112,26 +129,40 @@ def open_data(config: TrainConfig) -> tuple[Manifest, Tokenizer, TrainBatches, E
     folder = config.dataset_dir
     manifest, tokenizer = read_manifest(folder), load_tokenizer(folder / TOKENIZER)
     if tokenizer.sha256 != manifest.tokenizer.sha256:
-        raise UserError(f"{folder / TOKENIZER} is not the manifest's tokenizer: prepare the data again")
+        raise UserError(
+            f"{folder / TOKENIZER} is not the manifest's tokenizer: prepare the data again"
+        )
     if tokenizer.n_vocab > config.model.n_vocab:
         if config.init_from is not None:
-            open_source(config.init_from, config.model, tokenizer)  # which says what of the two does not fit
+            open_source(
+                config.init_from, config.model, tokenizer
+            )  # which says what of the two does not fit
         what = f"dataset_dir={folder} was made with tokenizer {tokenizer.name} of {tokenizer.n_vocab} ids"
         remedy = f"set model.n_vocab={tokenizer.n_vocab}, or use another dataset"
         raise UserError(f"{what}, and model.n_vocab={config.model.n_vocab}: {remedy}")
     if config.eval.prompt is not None:
         read_prompt(config.eval.prompt, tokenizer, config.model.max_len)
-    train, val = (TokenStream(folder, manifest, split, config.data.loss) for split in ("train", "val"))
+    train, val = (
+        TokenStream(folder, manifest, split, config.data.loss) for split in ("train", "val")
+    )
     if val.n_tokens < 2:
-        raise UserError(f"dataset_dir={folder} has no text in its split val: prepare it with val_tokens")
+        raise UserError(
+            f"dataset_dir={folder} has no text in its split val: prepare it with val_tokens"
+        )
     batches = TrainBatches(train, config.seq_len, config.batch_size, config.seed)
-    windows = EvalBatches(val, config.seq_len, config.eval.batches and config.eval.batches * config.batch_size)
+    windows = EvalBatches(
+        val, config.seq_len, config.eval.batches and config.eval.batches * config.batch_size
+    )
     if not windows.has_targets:
-        raise UserError(f"eval.batches={config.eval.batches} has no answer to evaluate: give more, or null for all")
+        raise UserError(
+            f"eval.batches={config.eval.batches} has no answer to evaluate: give more, or null for all"
+        )
     return manifest, tokenizer, batches, windows
 
 
-def _check_processes(config: TrainConfig, runtime: Runtime, world: World, manifest: Manifest) -> None:
+def _check_processes(
+    config: TrainConfig, runtime: Runtime, world: World, manifest: Manifest
+) -> None:
     """Raise UserError if the processes differ in what must be equal, or cannot share a batch."""
     settings = config.model_dump(mode="json", exclude=_MAY_DIFFER)
     settings["runtime"]["dtype"] = str(runtime.dtype).removeprefix("torch.")  # what auto has chosen
@@ -144,7 +175,9 @@ def _check_processes(config: TrainConfig, runtime: Runtime, world: World, manife
     given = f"batch_tokens={config.batch_tokens} is {config.batch_size} sequences"
     if config.batch_size < world.size // share:
         groups = f"{world.size // share} groups of {share}" if share > 1 else f"{world.size}"
-        raise UserError(f"{given}, fewer than {groups} processes: start fewer, or raise batch_tokens")
+        raise UserError(
+            f"{given}, fewer than {groups} processes: start fewer, or raise batch_tokens"
+        )
     if config.runtime.strategy == "fsdp" and config.batch_size % world.size:
         needed = f"divisible among {world.size} processes, as runtime.strategy=fsdp needs"
         raise UserError(f"{given}, not {needed}: change one of them, or use runtime.strategy=ddp")
@@ -172,7 +205,9 @@ def build_model(
     """
     torch.manual_seed(config.seed)
     fsdp = config.runtime.strategy == "fsdp"
-    with torch.device("meta") if fsdp else contextlib.nullcontext():  # fsdp: for models that do not fit here
+    with (
+        torch.device("meta") if fsdp else contextlib.nullcontext()
+    ):  # fsdp: for models that do not fit here
         gpt = GPT(config.model, eot_id).to(runtime.param_dtype)
     gpt.recompute = config.runtime.recompute
     if group.size > 1:
@@ -182,7 +217,9 @@ def build_model(
     wrapped = world.wrap(summed_loss, fsdp, runtime.dtype)
     if fsdp:
         gpt.to_empty(device=world.device)
-        gpt.init_weights(world.shard_like)  # each process draws all weights, one at a time, and keeps its part
+        gpt.init_weights(
+            world.shard_like
+        )  # each process draws all weights, one at a time, and keeps its part
     scale_weights(gpt, config.optim.transfer)
     return gpt, wrapped
 
@@ -192,7 +229,9 @@ def _choose_micro_batch(run: Run) -> int:
     config, world, state = run.config, run.world, run.state
     if config.runtime.micro_batch != "auto":
         return config.runtime.micro_batch
-    main_device = world.exchange("device", device_name(world.device))[0]  # every process must decide the same
+    main_device = world.exchange("device", device_name(world.device))[
+        0
+    ]  # every process must decide the same
     place = f"{world.size} x {main_device}"
     if state.micro_batch is not None and state.micro_batch_for == place:
         return state.micro_batch
@@ -200,7 +239,9 @@ def _choose_micro_batch(run: Run) -> int:
     def predict(size: int) -> int:
         """What a step needs besides weights and optimizer, which are there already."""
         recompute = config.runtime.recompute
-        memory = step_memory(run.gpt, size, config.seq_len, run.runtime, world.size, recompute=recompute)
+        memory = step_memory(
+            run.gpt, size, config.seq_len, run.runtime, world.size, recompute=recompute
+        )
         return memory.peak - memory.weights - memory.optimizer
 
     share = config.share_of(world.size)
@@ -229,12 +270,16 @@ def find_checkpoint(run_dir: Path, world: World) -> Checkpoint | None:
     """
     world.at(f"reading the checkpoints of {run_dir}")
     found = open_newest(run_dir) if world.is_main else None
-    name, identity = world.exchange("checkpoint", (found.path.name, found.identity()) if found else ("", ""))[0]
+    name, identity = world.exchange(
+        "checkpoint", (found.path.name, found.identity()) if found else ("", "")
+    )[0]
     if world.is_main or not name:
         return found
     path = run_dir / "checkpoints" / name
     try:
-        if (found := open_checkpoint(path, files=())).identity() != identity:  # the main process has verified it
+        if (
+            found := open_checkpoint(path, files=())
+        ).identity() != identity:  # the main process has verified it
             raise UserError("its weights are others")
     except UserError as error:
         why = f"process {world.rank} cannot see {path} as the main process does ({error})"
@@ -242,7 +287,9 @@ def find_checkpoint(run_dir: Path, world: World) -> Checkpoint | None:
     return found
 
 
-def restore(checkpoint: Checkpoint, fresh: TrainState, tensors: Tensors, world: World) -> TrainState:
+def restore(
+    checkpoint: Checkpoint, fresh: TrainState, tensors: Tensors, world: World
+) -> TrainState:
     """Load a checkpoint into a run's tensors and random generators, and return its state.
 
     Args:
@@ -261,7 +308,9 @@ def restore(checkpoint: Checkpoint, fresh: TrainState, tensors: Tensors, world: 
         with torch.no_grad():
             for name, value in of_run.items():
                 world.local(value).copy_(stored[name])
-    saved_states = checkpoint.tensors("random", random_tensors(state.processes, state.device))[RANDOM]
+    saved_states = checkpoint.tensors("random", random_tensors(state.processes, state.device))[
+        RANDOM
+    ]
     if (state.processes, state.device) == (world.size, world.device.type):
         set_random_state(saved_states[world.rank], world.device)
     else:  # other processes than before: each gets a new generator
@@ -272,17 +321,25 @@ def restore(checkpoint: Checkpoint, fresh: TrainState, tensors: Tensors, world: 
 def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:
     if not before.dataset_fingerprint:
         run_dir = path.parent.parent
-        raise UserError(f"run_dir={run_dir} is an imported model: train it with init_from={run_dir} in another run_dir")
+        raise UserError(
+            f"run_dir={run_dir} is an imported model: train it with init_from={run_dir} in another run_dir"
+        )
     if before.dataset_fingerprint != now.dataset_fingerprint:
         what = f"{path} was trained on {before.dataset_dir}, whose content is not that of dataset_dir={now.dataset_dir}"
         raise UserError(f"{what}: use that dataset, or another run_dir")
-    was, wanted = (state.model_dump(mode="json", include={*_FIXED, "optimizer"}) for state in (before, now))
+    was, wanted = (
+        state.model_dump(mode="json", include={*_FIXED, "optimizer"}) for state in (before, now)
+    )
     if changed := differences(was, wanted):
         listed = ", ".join(changes_of(changed, "checkpoint:"))
-        raise UserError(f"{path} belongs to another run: {listed}; use the checkpoint's settings, or another run_dir")
+        raise UserError(
+            f"{path} belongs to another run: {listed}; use the checkpoint's settings, or another run_dir"
+        )
 
 
-def open_source(path: Path, config: GPTConfig, tokenizer: Tokenizer) -> tuple[Checkpoint, Tokenizer]:
+def open_source(
+    path: Path, config: GPTConfig, tokenizer: Tokenizer
+) -> tuple[Checkpoint, Tokenizer]:
     """Open the checkpoint init_from=path, whose weights a run with this model and tokenizer starts from.
 
     The tokenizer may have markers that the checkpoint's tokenizer lacks. Their rows of the embedding are padding rows
@@ -298,16 +355,24 @@ def open_source(path: Path, config: GPTConfig, tokenizer: Tokenizer) -> tuple[Ch
     trained = load_tokenizer(source.path / "tokenizer.json")
     if not tokenizer.extends(trained.sha256):
         before, here = (f"{each.name} (n_vocab {each.n_vocab})" for each in (trained, tokenizer))
-        what = f"init_from={path} was trained with the tokenizer {before}, and the dataset has {here}"
+        what = (
+            f"init_from={path} was trained with the tokenizer {before}, and the dataset has {here}"
+        )
         goes_on = trained.extends(tokenizer.sha256)
-        remedy = "a chat model goes on with data=chat" if goes_on else "prepare the dataset with the model's tokenizer"
+        remedy = (
+            "a chat model goes on with data=chat"
+            if goes_on
+            else "prepare the dataset with the model's tokenizer"
+        )
         raise UserError(f"{what}: {remedy}")
     model = source.state.model
     ours, theirs = (each.model_dump(mode="json") for each in (config, model))
     if tokenizer.n_vocab > trained.n_vocab:
         if tokenizer.n_vocab > model.n_vocab_padded and config.pad_vocab == model.pad_vocab:
             what = f"init_from={path} has rows for {model.n_vocab_padded} ids, and the dataset has {tokenizer.n_vocab}"
-            raise UserError(f"{what}, with its markers: add rows by model.pad_vocab={max(64, 2 * model.pad_vocab)}")
+            raise UserError(
+                f"{what}, with its markers: add rows by model.pad_vocab={max(64, 2 * model.pad_vocab)}"
+            )
         if config.n_vocab_padded >= model.n_vocab_padded:
             theirs |= {key: ours[key] for key in ("n_vocab", "pad_vocab")}
     if changed := differences({"model": ours}, {"model": theirs}):
@@ -330,12 +395,16 @@ def take_weights(gpt: GPT, path: Path, tokenizer: Tokenizer, world: World) -> No
     weights = gpt.state_dict()
     rows = world.rows(weights)
     world.check_equal("init_from", {"the weights of init_from": source.identity()})
-    stored = read_weights(source, before, rows={name: own for name, own in rows.items() if name not in _BY_ID})
+    stored = read_weights(
+        source, before, rows={name: own for name, own in rows.items() if name not in _BY_ID}
+    )
     with torch.no_grad():
         for name, value in weights.items():
             found = stored[name]
             if name in _BY_ID:
-                found = _extended(found, trained.n_vocab, tokenizer.n_vocab, len(value))[rows.get(name, slice(None))]
+                found = _extended(found, trained.n_vocab, tokenizer.n_vocab, len(value))[
+                    rows.get(name, slice(None))
+                ]
             world.local(value).copy_(found)
     averaged = "" if source.state.average is None else "averaged "
     say(f"starting from the {averaged}weights of {source.path}")

@@ -28,7 +28,11 @@ class SummedLoss(nn.Module):
         self.gpt = gpt
 
     def forward(
-        self, token_ids: Tensor, targets: Tensor | None, state: GPTState | None = None, return_state: bool = False
+        self,
+        token_ids: Tensor,
+        targets: Tensor | None,
+        state: GPTState | None = None,
+        return_state: bool = False,
     ) -> Any:
         """(B, T) ids and targets -> the sum of the losses, in nats, and with `return_state` the state after them."""
         return self.gpt.summed_loss(token_ids, targets, state, return_state)
@@ -87,12 +91,22 @@ def train_step(
     valid = n_targets.clamp(min=1)
     abandon = asked_to_stop if world.size == 1 else lambda: False
     own_loss = accumulate_gradients(
-        summed_loss, micro_batches, runtime, world, scale=world.size / valid, abandon=abandon, name=name
+        summed_loss,
+        micro_batches,
+        runtime,
+        world,
+        scale=world.size / valid,
+        abandon=abandon,
+        name=name,
     )
     if own_loss is None:
         return None
     world.at(f"{name}: loss")
-    own = own_loss, own_loss.new_full((), asked_to_stop()), (tiles_now - tiles_before).double().squeeze()
+    own = (
+        own_loss,
+        own_loss.new_full((), asked_to_stop()),
+        (tiles_now - tiles_before).double().squeeze(),
+    )
     total, asked, tiles = world.sum(torch.stack(own))
     world.at(f"{name}: optimizer")
     norm = world.unshard(nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]))

@@ -23,7 +23,9 @@ Expected = Mapping[str, tuple[torch.Size, Collection[torch.dtype]]]
 _LONGEST_HEADER = 2**24
 
 
-def save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+def save_file(
+    tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
     """Write tensors to a safetensors file and to the disk.
 
     It may be read by whoever may read the user's other new files.
@@ -59,22 +61,33 @@ def read_tensors(
     for path in paths:
         with _opened(path) as file:
             for name in sorted(file.keys()):
-                parts.setdefault(name, []).append(file.get_tensor(name))  # mapped: nothing is read yet
+                parts.setdefault(name, []).append(
+                    file.get_tensor(name)
+                )  # mapped: nothing is read yet
     if odd := sorted(expected.keys() ^ parts.keys()):
-        raise UserError(f"{wrong}{odd[0][:80]!r} is {'missing' if odd[0] in expected else 'unknown'}")
+        raise UserError(
+            f"{wrong}{odd[0][:80]!r} is {'missing' if odd[0] in expected else 'unknown'}"
+        )
     found = {}
     for name, (shape, dtypes) in expected.items():
         shape_found, *others = (part.shape for part in parts[name])
         if others:
-            if not all([shape_found, *others]) or len({each[1:] for each in [shape_found, *others]}) > 1:
+            if (
+                not all([shape_found, *others])
+                or len({each[1:] for each in [shape_found, *others]}) > 1
+            ):
                 raise UserError(f"{wrong}the parts of {name} do not fit together")
             shape_found = torch.Size([sum(map(len, parts[name])), *shape_found[1:]])
         if shape_found != shape:
-            raise UserError(f"{wrong}{name} has the shape {list(shape_found)}, must have {list(shape)}")
+            raise UserError(
+                f"{wrong}{name} has the shape {list(shape_found)}, must have {list(shape)}"
+            )
         for part in parts[name]:
             if part.dtype not in dtypes:
                 allowed = " or ".join(sorted(map(_short, dtypes)))
-                raise UserError(f"{wrong}{name} has the type {_short(part.dtype)}, must have {allowed}")
+                raise UserError(
+                    f"{wrong}{name} has the type {_short(part.dtype)}, must have {allowed}"
+                )
         whole = torch.cat(parts[name]) if others else parts[name][0]
         found[name] = whole[rows[name]].clone() if rows and name in rows else whole
     return found
@@ -87,7 +100,9 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, list[int]]]:
         UserError: the file is missing, damaged or of another format.
     """
     with _opened(path) as file:
-        return file.metadata() or {}, {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}
+        return file.metadata() or {}, {
+            name: file.get_slice(name).get_shape() for name in sorted(file.keys())
+        }
 
 
 @contextlib.contextmanager
@@ -105,7 +120,9 @@ def _opened(path: Path) -> Iterator[safe_open]:
     except (SafetensorError, ValueError, RuntimeError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{path} is not a whole safetensors file: {' '.join(str(error).split())[:200]}") from None
+        raise UserError(
+            f"{path} is not a whole safetensors file: {' '.join(str(error).split())[:200]}"
+        ) from None
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -64,7 +64,9 @@ class TrackerConfig(Settings, defaults="train:tracker"):
 class Tracker:
     """Gives lines to a library in a thread: training waits for it only at the end, and continues whatever it does."""
 
-    def __init__(self, name: str, every: int, finish_seconds: float, library: AbstractContextManager[Log]) -> None:
+    def __init__(
+        self, name: str, every: int, finish_seconds: float, library: AbstractContextManager[Log]
+    ) -> None:
         """Start.
 
         Args:
@@ -135,11 +137,16 @@ def _wandb(config: WandbConfig, run_id: str, run_dir: Path, settings: JsonDict) 
         name=config.run_name or run_dir.name,
         dir=str(run_dir),
         config=settings,
-        settings={"console": "off", "silent": True},  # it neither wraps stdout nor asks for a missing API key
+        settings={
+            "console": "off",
+            "silent": True,
+        },  # it neither wraps stdout nor asks for a missing API key
     )
     if config.mode == "offline":
         folder = Path(run.dir).parent
-        say(f"wandb: offline; to upload the run later: {shlex.join(['wandb', 'sync', str(folder)])}")
+        say(
+            f"wandb: offline; to upload the run later: {shlex.join(['wandb', 'sync', str(folder)])}"
+        )
     elif url := run.url:
         say(f"wandb: {url}")
     # A resumed run repeats some steps: with an axis of their own, steps need not increase.
@@ -153,7 +160,9 @@ def _wandb(config: WandbConfig, run_id: str, run_dir: Path, settings: JsonDict) 
 def _tensorboard(folder: Path, resumed_at: int) -> Iterator[Log]:
     from torch.utils.tensorboard import SummaryWriter  # here, because importing it is slow
 
-    writer = SummaryWriter(str(folder), purge_step=resumed_at + 1)  # earlier lines of later steps are ignored
+    writer = SummaryWriter(
+        str(folder), purge_step=resumed_at + 1
+    )  # earlier lines of later steps are ignored
 
     def log(line: JsonDict) -> None:
         for key, value in line.items():

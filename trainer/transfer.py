@@ -62,7 +62,9 @@ def ratios(gpt: GPT, tuned: TransferConfig | None) -> tuple[float, float]:
 def scales(gpt: GPT, tuned: TransferConfig | None) -> dict[Tensor, Scale]:
     """The factors for each parameter."""
     width, depth = ratios(gpt, tuned)
-    as_tuned = Scale(init=width**-0.5)  # what is drawn in proportion to n_embd^-0.5, and should not depend on n_embd
+    as_tuned = Scale(
+        init=width**-0.5
+    )  # what is drawn in proportion to n_embd^-0.5, and should not depend on n_embd
     found: dict[Tensor, Scale] = dict.fromkeys(gpt.parameters(), Scale())
     for layer in (module for module in gpt.modules() if isinstance(module, nn.Linear)):
         found[layer.weight] = Scale(1.0, width, width**0.5)
@@ -70,7 +72,9 @@ def scales(gpt: GPT, tuned: TransferConfig | None) -> dict[Tensor, Scale]:
             found[layer.bias] = as_tuned
     for block in gpt.blocks:
         is_mlp = isinstance(block, MLPBlock)
-        drawn = depth**0.5 if is_mlp else 1.0  # an MLPBlock draws what follows in proportion to n_layer^-0.5
+        drawn = (
+            depth**0.5 if is_mlp else 1.0
+        )  # an MLPBlock draws what follows in proportion to n_layer^-0.5
         for name, part in block.named_children():
             if name in ("proj", "down") and isinstance(part, nn.Linear):
                 found[part.weight] = Scale(depth / drawn, width * depth, width**0.5 * depth)

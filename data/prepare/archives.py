@@ -26,7 +26,9 @@ _MARKS = {
     codecs.BOM_UTF16_LE: "utf-16-le",
     codecs.BOM_UTF16_BE: "utf-16-be",
 }
-_CONTROLS = bytes({*range(32), 127} - {*b"\b\t\n\v\f\r\x1a\x1b"})  # without those that texts and logs may have
+_CONTROLS = bytes(
+    {*range(32), 127} - {*b"\b\t\n\v\f\r\x1a\x1b"}
+)  # without those that texts and logs may have
 
 
 def read_lines(path: Path, seen: Seen) -> Iterator[bytes | bytearray | None]:
@@ -34,7 +36,9 @@ def read_lines(path: Path, seen: Seen) -> Iterator[bytes | bytearray | None]:
 
     A line of more than LONGEST_LINE bytes is skipped: None. Errors are those of `read_utf8`.
     """
-    begun: bytearray | None = bytearray()  # the line that the next chunk continues; None if it is too long
+    begun: bytearray | None = (
+        bytearray()
+    )  # the line that the next chunk continues; None if it is too long
     for chunk in read_utf8(path, seen):
         first, *others = chunk.split(b"\n")
         if begun is not None:
@@ -52,7 +56,9 @@ def parse_line(line: bytes | bytearray) -> Any:
     """Return the JSON value of a line. Raises Unreadable."""
     try:
         return orjson.loads(line)
-    except ValueError:  # json accepts more (a byte order mark, NaN, half characters), and names the reason
+    except (
+        ValueError
+    ):  # json accepts more (a byte order mark, NaN, half characters), and names the reason
         pass
     try:
         return json.loads(line.decode("utf-8-sig"))
@@ -94,7 +100,9 @@ def read_utf8(path: Path, seen: Seen) -> Iterator[bytes]:
         pieces = (text.encode() for text in codecs.iterdecode(pieces, encoding))
     try:
         first = next(pieces, b"")
-        if first.startswith(b"%PDF-") or _n_controls(start := first[:512]) > 0.01 * len(start):  # tar: a name and zeros
+        if first.startswith(b"%PDF-") or _n_controls(start := first[:512]) > 0.01 * len(
+            start
+        ):  # tar: a name and zeros
             raise Unreadable(BINARY)
         yield first
         yield from pieces
@@ -112,9 +120,13 @@ def _content(path: Path, seen: Seen) -> Iterator[bytes]:
     if suffix == ".zst":
         from zstandard import ZstdDecompressor, ZstdError
 
-        return _decompressed(raw(_PACKED_BYTES), lambda: ZstdDecompressor().decompressobj(), ZstdError)
+        return _decompressed(
+            raw(_PACKED_BYTES), lambda: ZstdDecompressor().decompressobj(), ZstdError
+        )
     if suffix == ".gz":
-        return _decompressed(raw(_PACKED_BYTES), lambda: zlib.decompressobj(wbits=31), zlib.error, padded=True)
+        return _decompressed(
+            raw(_PACKED_BYTES), lambda: zlib.decompressobj(wbits=31), zlib.error, padded=True
+        )
     if suffix == ".bz2":
         import bz2  # not in every Python
 
@@ -135,7 +147,10 @@ def _bytes(path: Path, seen: Seen, n_bytes: int) -> Iterator[bytes]:
 
 
 def _decompressed(
-    raw: Iterator[bytes], new_frame: Callable[[], Any], broken: type[Exception], padded: bool = False
+    raw: Iterator[bytes],
+    new_frame: Callable[[], Any],
+    broken: type[Exception],
+    padded: bool = False,
 ) -> Iterator[bytes]:
     """Decompress an archive, which may hold several frames (.zst), members (.gz) or streams (.bz2, .xz) in a row.
 
@@ -150,7 +165,9 @@ def _decompressed(
             try:
                 content = frame.decompress(chunk)
             except broken as error:
-                raise Unreadable(LONG_WINDOW if "too much memory" in str(error) else "corrupted archive") from None
+                raise Unreadable(
+                    LONG_WINDOW if "too much memory" in str(error) else "corrupted archive"
+                ) from None
             for start in range(0, len(content), _PIECE_BYTES):
                 yield content[start : start + _PIECE_BYTES]
             chunk, frame = (frame.unused_data, None) if frame.eof else (b"", frame)

@@ -16,14 +16,32 @@ from data.chat import ChatTokenizer
 from data.prepare.encode import Encoded, Item, Skipped, encode_all
 from data.prepare.finish import finish
 from data.prepare.items import NO_TEXT, OUT_OF_RANGE, REMEDIES, Position
-from data.prepare.sources import ChatSource, HubSource, JsonlSource, Source, StdlibSource, TextSource
-from data.prepare.spans import Plan, Unfair, begin, is_whole, partial_dir, read_spans, remove, write_group, writing
+from data.prepare.sources import (
+    ChatSource,
+    HubSource,
+    JsonlSource,
+    Source,
+    StdlibSource,
+    TextSource,
+)
+from data.prepare.spans import (
+    Plan,
+    Unfair,
+    begin,
+    is_whole,
+    partial_dir,
+    read_spans,
+    remove,
+    write_group,
+    writing,
+)
 from data.prepare.tokens import TokenSource, val_inputs
 from data.shards import MANIFEST, TOKENIZER, Manifest, read_manifest
 from data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 
 SourceConfig = Annotated[
-    StdlibSource | TextSource | JsonlSource | ChatSource | TokenSource | HubSource, Field(discriminator="name")
+    StdlibSource | TextSource | JsonlSource | ChatSource | TokenSource | HubSource,
+    Field(discriminator="name"),
 ]
 
 _LARGE = 100_000_000  # bytes of input, of which 0.005 are enough to validate on
@@ -58,12 +76,18 @@ class PrepareConfig(Settings, defaults="prepare"):
     @model_validator(mode="after")
     def _check_task(self) -> "PrepareConfig":
         if self.task_index >= self.num_tasks:
-            raise ValueError(f"task_index={self.task_index} is out of range: give one from 0 to {self.num_tasks - 1}")
+            raise ValueError(
+                f"task_index={self.task_index} is out of range: give one from 0 to {self.num_tasks - 1}"
+            )
         if self.val_tokens and self.val_fraction:
-            raise ValueError(f"val_tokens={self.val_tokens} replaces val_fraction={self.val_fraction}: give only one")
+            raise ValueError(
+                f"val_tokens={self.val_tokens} replaces val_fraction={self.val_fraction}: give only one"
+            )
         folder = Path(self.data.path) if isinstance(self.data, HubSource) else None
         if folder and folder.is_dir() and self.out_dir.resolve().is_relative_to(folder.resolve()):
-            raise ValueError(f"out_dir={self.out_dir} is in data.path={folder}, which is read: choose one outside")
+            raise ValueError(
+                f"out_dir={self.out_dir} is in data.path={folder}, which is read: choose one outside"
+            )
         return self
 
     def open_tokenizer(self) -> Tokenizer:
@@ -80,7 +104,11 @@ class PrepareConfig(Settings, defaults="prepare"):
         split: JsonDict = {"val_fraction": self.val_fraction or usual}
         if self.val_tokens:
             split = {"val_tokens": self.val_tokens}
-        elif self.val_fraction is None and isinstance(self.data, TokenSource) and (found := val_inputs(inputs)):
+        elif (
+            self.val_fraction is None
+            and isinstance(self.data, TokenSource)
+            and (found := val_inputs(inputs))
+        ):
             split = {"val_inputs": found}
         return {**kept, **split, "input": inputs}
 
@@ -109,7 +137,9 @@ def prepare(config: PrepareConfig) -> Manifest | None:
             manifest = _write(config, plan, folder)
         except Unfair as error:
             cut = f"they are cut into pieces of about {error.piece:,} characters or ids, which count as documents"
-            say(f"too few documents for a validation split of val_fraction={prepared['val_fraction']:g}: {cut}")
+            say(
+                f"too few documents for a validation split of val_fraction={prepared['val_fraction']:g}: {cut}"
+            )
             remove(folder)
             plan = begin(folder, plan.model_copy(update={"piece": error.piece}), tokenizer)
             manifest = _write(config, plan, folder)
@@ -122,7 +152,9 @@ def prepare(config: PrepareConfig) -> Manifest | None:
 def _existing(config: PrepareConfig, prepared: JsonDict, folder: Path) -> Manifest:
     """Return the manifest of the existing dataset; raise UserError if its settings differ from `config`."""
     manifest, file = read_manifest(config.out_dir), getattr(config.tokenizer, "path", None)
-    tokenizer = config.open_tokenizer().id if file and file.exists() else manifest.tokenizer  # which has a copy
+    tokenizer = (
+        config.open_tokenizer().id if file and file.exists() else manifest.tokenizer
+    )  # which has a copy
     before = Plan(prepared=manifest.prepared, tokenizer=manifest.tokenizer)
     if changes := before.changes(Plan(prepared=prepared, tokenizer=tokenizer)):
         what = f"out_dir={config.out_dir} already holds another dataset (made {changes})"
@@ -140,12 +172,19 @@ def _write(config: PrepareConfig, plan: Plan, folder: Path) -> Manifest | None:
     found = {group: read_spans(folder, group) for group in range(first, stop)}
     if n_spans := sum(map(len, found.values())):
         say(f"continuing {folder}, which has {count(n_spans, 'span')} of this task")
-    rest = [sizes[name] for group, spans in found.items() if not is_whole(spans) for name in groups[group]]
+    rest = [
+        sizes[name]
+        for group, spans in found.items()
+        if not is_whole(spans)
+        for name in groups[group]
+    ]
     with _Reading("reading, bytes", None if None in rest else sum(rest)) as track:
         for group, spans in found.items():
             if not is_whole(spans):
                 after = spans[-1].last if spans else None
-                with contextlib.closing(_read(config, plan, folder, groups[group], after, track)) as items:
+                with contextlib.closing(
+                    _read(config, plan, folder, groups[group], after, track)
+                ) as items:
                     write_group(folder, plan, group, spans, items)
     return finish(folder, plan, config.out_dir)
 
@@ -161,7 +200,12 @@ class _Reading(Track):
 
 
 def _read(
-    config: PrepareConfig, plan: Plan, folder: Path, inputs: list[str], after: Position | None, track: _Reading
+    config: PrepareConfig,
+    plan: Plan,
+    folder: Path,
+    inputs: list[str],
+    after: Position | None,
+    track: _Reading,
 ) -> Generator[Item, None, None]:
     """Yield the items of some inputs after a position.
 
@@ -173,7 +217,11 @@ def _read(
     may_end = is_first and not plan.piece and getattr(config.tokenizer, "eot_id", 0) is None
     lost: dict[str, list[str]] = {NO_TEXT: [], OUT_OF_RANGE: []}
     workers = config.workers or os.cpu_count() or 1
-    source = config.data.ended_by(plan.tokenizer.eot_id) if isinstance(config.data, TokenSource) else config.data
+    source = (
+        config.data.ended_by(plan.tokenizer.eot_id)
+        if isinstance(config.data, TokenSource)
+        else config.data
+    )
     raws = source.documents(track.seen, after, inputs)
     encoded = encode_all(source, raws, folder / TOKENIZER, workers, plan.piece)
     for items in itertools.chain(encoded, [[]]):
@@ -183,18 +231,24 @@ def _read(
         if skipped and config.on_error == "stop":
             first = skipped[0]
             remedy = REMEDIES.get(first.reason, "correct it")
-            raise UserError(f"{first.where}: {first.reason}: {remedy}; or skip such items with on_error=skip")
+            raise UserError(
+                f"{first.where}: {first.reason}: {remedy}; or skip such items with on_error=skip"
+            )
         if may_end and any(isinstance(item, Encoded) and item.was_ended for item in items):
             may_end = False
             what = f"id {plan.tokenizer.eot_id} ends documents: it is the default tokenizer.eot_id"
-            say(f"{what}; if it is an ordinary id, raise tokenizer.n_vocab or give tokenizer.eot_id")
+            say(
+                f"{what}; if it is an ordinary id, raise tokenizer.n_vocab or give tokenizer.eot_id"
+            )
         if is_first:
             is_first = bool(items) and track.items < _CHECKED_ITEMS
             for reason, places in lost.items():
                 places += [item.where for item in skipped if item.reason == reason]
                 if not is_first and 2 * len(places) > track.items:
                     field = f"data.text_field={config.data.model_dump()['text_field']} is missing"
-                    what = f"{field if reason == NO_TEXT else reason} in {len(places):,} of the first"
+                    what = (
+                        f"{field if reason == NO_TEXT else reason} in {len(places):,} of the first"
+                    )
                     what += f" {track.items:,} documents (first: {places[0]})"
                     raise UserError(f"{what}: {REMEDIES[reason]}")
         yield from items

@@ -65,7 +65,11 @@ def document_place(utf8: bytes) -> float:
 
 
 def encode_all(
-    source: Source, raws: Iterator[Raw], tokenizer_file: Path, workers: int, piece: int | None = None
+    source: Source,
+    raws: Iterator[Raw],
+    tokenizer_file: Path,
+    workers: int,
+    piece: int | None = None,
 ) -> Iterator[list[Item]]:
     """Tokenize items of a source in order, some at a time, with a bounded number of documents in memory.
 
@@ -76,7 +80,9 @@ def encode_all(
     Raises:
         UserError: a worker process was killed.
     """
-    spawn = multiprocessing.get_context("spawn")  # never copies the threads and locks of this process
+    spawn = multiprocessing.get_context(
+        "spawn"
+    )  # never copies the threads and locks of this process
     # Workers get the tokenizer's file: the start of a process waits until it has read all that it is given.
     given = source, tokenizer_file, piece
     pool = ProcessPoolExecutor(workers, spawn, _start_worker, given)  # starts workers as needed
@@ -84,7 +90,9 @@ def encode_all(
     pending: deque[Future[list[Item]]] = deque()
     try:
         for number, some in enumerate(_of_equal_size(raws)):
-            is_ids = isinstance(some[0].content, np.ndarray)  # they take longer to send than to check
+            is_ids = isinstance(
+                some[0].content, np.ndarray
+            )  # they take longer to send than to check
             here = is_ids or workers == 1 or number < _BATCHES_WORTH_WORKERS or some[0].size > LONG
             while pending and (here or len(pending) >= 2 * workers):
                 yield pending.popleft().result()
@@ -96,7 +104,9 @@ def encode_all(
             yield pending.popleft().result()
     except BrokenProcessPool:
         fewer = max(1, workers // 2)
-        raise UserError(f"a worker process was killed, perhaps because memory ran out: try workers={fewer}") from None
+        raise UserError(
+            f"a worker process was killed, perhaps because memory ran out: try workers={fewer}"
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -136,7 +146,9 @@ def _encode(source: Source, tokenizer: Tokenizer, piece: int | None, raws: list[
             elif not isinstance(text, str):
                 found = [*_given(text, tokenizer, piece)]
             elif tokenizer.name == "none":
-                raise UserError(f"{raw.position} is text, and tokenizer=none takes ids: give the tokenizer to use")
+                raise UserError(
+                    f"{raw.position} is text, and tokenizer=none takes ids: give the tokenizer to use"
+                )
             else:
                 found = [*_tokenized(text, tokenizer, piece)]
         except Unreadable as error:
@@ -149,7 +161,9 @@ def _encode(source: Source, tokenizer: Tokenizer, piece: int | None, raws: list[
     return items
 
 
-def _tokenized(text: str, tokenizer: Tokenizer, piece: int | None) -> Iterator[tuple[np.ndarray, int, float]]:
+def _tokenized(
+    text: str, tokenizer: Tokenizer, piece: int | None
+) -> Iterator[tuple[np.ndarray, int, float]]:
     """Yield what Encoded has of a document, or of each of its pieces."""
     dtype = token_dtype(tokenizer.n_vocab)
     for each in map(tokenizer.normalized, _cut(text, piece)):
@@ -163,7 +177,11 @@ def _given(ids: np.ndarray, tokenizer: Tokenizer, piece: int | None) -> Iterator
     """Yield what Encoded has of given ids, which may be several documents. Raises Unreadable."""
     if ids.min() < 0 or ids.max() >= tokenizer.n_vocab:
         raise Unreadable(OUT_OF_RANGE)
-    ids, eot_id, most = ids.astype(token_dtype(tokenizer.n_vocab)), tokenizer.eot_id, piece or ids.size
+    ids, eot_id, most = (
+        ids.astype(token_dtype(tokenizer.n_vocab)),
+        tokenizer.eot_id,
+        piece or ids.size,
+    )
     for document in np.split(ids, np.flatnonzero(ids[:-1] == eot_id) + 1):
         for start in range(0, document.size, most):
             each = document[start : start + most]

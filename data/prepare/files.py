@@ -31,7 +31,9 @@ _FILES = {  # by the ends of their names
     ".csv": "CSV: use data=hf",
     ".tsv": "TSV: write it as CSV or JSON lines",
 }
-_TOKENIZER = re.compile(rb'\s*\{\s*"version"\s*:\s*"[^"]*"\s*,\s*"truncation"\s*:')  # how its .json begins
+_TOKENIZER = re.compile(
+    rb'\s*\{\s*"version"\s*:\s*"[^"]*"\s*,\s*"truncation"\s*:'
+)  # how its .json begins
 
 
 def matches(pattern: str, left_out: dict[str, str]) -> list[str]:
@@ -76,7 +78,9 @@ def _is_tokenizer(file: str) -> bool:
         return False
 
 
-def _below(folder: str, parts: list[str], left_out: dict[str, str], seen: set[tuple[str, int]]) -> Iterator[str]:
+def _below(
+    folder: str, parts: list[str], left_out: dict[str, str], seen: set[tuple[str, int]]
+) -> Iterator[str]:
     """Yield what matches the parts of a glob in a folder. `seen`: real folders that were entered, as links may loop."""
     part, *rest = parts
     if (key := (os.path.realpath(folder), len(parts))) in seen:
@@ -93,11 +97,19 @@ def _below(folder: str, parts: list[str], left_out: dict[str, str], seen: set[tu
     except OSError:
         yield folder or "."
         return
-    kinds = (kind for names, kind in _FOLDERS.items() if all(fnmatch.filter(found, name) for name in names))
+    kinds = (
+        kind
+        for names, kind in _FOLDERS.items()
+        if all(fnmatch.filter(found, name) for name in names)
+    )
     if kind := "a dataset in the making" if folder.endswith(".partial") else next(kinds, None):
         left_out[folder or "."] = kind
         return
-    found = [name for name in found if fnmatch.fnmatchcase(name, part) and name.startswith(".") <= part.startswith(".")]
+    found = [
+        name
+        for name in found
+        if fnmatch.fnmatchcase(name, part) and name.startswith(".") <= part.startswith(".")
+    ]
     if part == "**" and rest:
         yield from _below(folder, rest, left_out, seen)
     for name in found:

@@ -11,8 +11,27 @@ from common.settings import UserError
 from common.words import overrides
 from data.prepare.inspect import sets_table
 from data.prepare.items import REMEDIES
-from data.prepare.spans import Plan, Span, damaged, is_whole, number_of, read_spans, remove, span_dir
-from data.shards import MANIFEST, TOKENIZER, Counts, Manifest, Split, SplitName, read_manifest, shard_file, total_of
+from data.prepare.spans import (
+    Plan,
+    Span,
+    damaged,
+    is_whole,
+    number_of,
+    read_spans,
+    remove,
+    span_dir,
+)
+from data.shards import (
+    MANIFEST,
+    TOKENIZER,
+    Counts,
+    Manifest,
+    Split,
+    SplitName,
+    read_manifest,
+    shard_file,
+    total_of,
+)
 
 _FEW = 5000  # tokens of validation, below which the loss is rough
 _LARGE = 100_000_000  # tokens that the default model needs
@@ -34,7 +53,9 @@ def finish(folder: Path, plan: Plan, out_dir: Path) -> Manifest | None:
         have = sum(span.tokens for span in groups[0])
         if len(groups) > 1 and is_whole(groups[0]) and have < plan.val_tokens:
             what = f"val_tokens={plan.val_tokens} is more than the first files have, of together 1 GiB: {have}"
-            raise UserError(f"{what}: give a smaller val_tokens and another out_dir, or delete {folder}")
+            raise UserError(
+                f"{what}: give a smaller val_tokens and another out_dir, or delete {folder}"
+            )
         if not all(map(is_whole, groups)):
             return None
         spans = {
@@ -42,7 +63,11 @@ def finish(folder: Path, plan: Plan, out_dir: Path) -> Manifest | None:
             for group, found in enumerate(groups)
             for number, span in enumerate(found)
         }
-        first = {reason: where for span in reversed(spans.values()) for reason, (_, where) in span.skipped.items()}
+        first = {
+            reason: where
+            for span in reversed(spans.values())
+            for reason, (_, where) in span.skipped.items()
+        }
         manifest, moves = _joined(plan, spans)
         try:
             _check(manifest, plan, first)
@@ -86,12 +111,20 @@ def _joined(plan: Plan, spans: dict[Path, Span]) -> tuple[Manifest, list[tuple[P
         numbers = [number_of(name, set_names) for name in span.set_names]
         for name, split in span.splits.items():
             for shard in split.shards:
-                named = shard.model_copy(update={"file": shard_file(name, len(shards[name])), "sets": numbers})
-                moves += [(folder / shard.file, named.file), (folder / shard.index_file, named.index_file)]
+                named = shard.model_copy(
+                    update={"file": shard_file(name, len(shards[name])), "sets": numbers}
+                )
+                moves += [
+                    (folder / shard.file, named.file),
+                    (folder / shard.index_file, named.index_file),
+                ]
                 shards[name].append(named)
             for set_name, of_set in split.sets.items():
                 counts[name].setdefault(set_name, []).append(of_set)
-    sets = {name: {each: total_of(found) for each, found in sorted(counts[name].items())} for name in counts}
+    sets = {
+        name: {each: total_of(found) for each, found in sorted(counts[name].items())}
+        for name in counts
+    }
     manifest = Manifest(
         tokenizer=plan.tokenizer,
         inputs=list(plan.prepared["input"]),
@@ -114,7 +147,11 @@ def _check(manifest: Manifest, plan: Plan, first: dict[str, str]) -> None:
     if not documents:
         found = Counter(manifest.skipped).most_common()
         why = ", ".join(f"{n:,} x {reason}, first {first[reason]}" for reason, n in found)
-        remedy = REMEDIES.get(found[0][0], "correct them, or check data.path") if found else "check data.path"
+        remedy = (
+            REMEDIES.get(found[0][0], "correct them, or check data.path")
+            if found
+            else "check data.path"
+        )
         raise UserError(f"the corpus is empty ({why or 'it has no documents'}): {remedy}")
     empty = next((name for name, n in counts.items() if not n), None)
     if empty and plan.val_tokens:
@@ -122,12 +159,16 @@ def _check(manifest: Manifest, plan: Plan, first: dict[str, str]) -> None:
         raise UserError(f"{what}: give a smaller val_tokens")
     if empty and "val_inputs" in plan.prepared:
         what = f"none of {documents} documents went to '{empty}': files with val in their names are for validation"
-        raise UserError(f"{what} ({manifest.skipped}): check them, or give val_fraction to split all of them")
+        raise UserError(
+            f"{what} ({manifest.skipped}): check them, or give val_fraction to split all of them"
+        )
     if empty:
         fraction = plan.prepared["val_fraction"]
         change = "larger" if empty == "val" else "smaller"
         remedy = f"give a {change} val_fraction, or add documents with other texts"
-        raise UserError(f"none of {documents} documents went to '{empty}' with val_fraction={fraction}: {remedy}")
+        raise UserError(
+            f"none of {documents} documents went to '{empty}' with val_fraction={fraction}: {remedy}"
+        )
 
 
 def _summarize(out_dir: Path, manifest: Manifest, first: dict[str, str]) -> None:
@@ -136,7 +177,9 @@ def _summarize(out_dir: Path, manifest: Manifest, first: dict[str, str]) -> None
         remedy = f": {REMEDIES[reason]}" if reason in REMEDIES else ""
         say(f"skipped {count:,} x {reason} (first: {first[reason]}){remedy}")
     if val_inputs := manifest.prepared.get("val_inputs"):
-        say(f"for validation: {len(val_inputs):,} of {len(manifest.inputs):,} files, those with val in their names")
+        say(
+            f"for validation: {len(val_inputs):,} of {len(manifest.inputs):,} files, those with val in their names"
+        )
     if (n_tokens := manifest.splits["val"].total.tokens) < _FEW:
         remedy = "give a larger val_fraction or val_tokens, and another out_dir"
         warn(f"only {n_tokens:,} tokens are for validation, so its loss is rough: {remedy}")

@@ -20,13 +20,20 @@ def sets_table(manifest: Manifest) -> Table:
         for set_name, counts in [*largest_first, ("all", split.total)]:
             share = 100 * counts.tokens / max(1, split.total.tokens)
             rate = f"{counts.tokens / counts.utf8_bytes:.3f}" if counts.utf8_bytes else "no text"
-            numbers = f"{counts.documents:,}", f"{counts.tokens:,}", f"{share:.2f}", f"{counts.utf8_bytes:,}"
+            numbers = (
+                f"{counts.documents:,}",
+                f"{counts.tokens:,}",
+                f"{share:.2f}",
+                f"{counts.utf8_bytes:,}",
+            )
             table.add_row(name, visible(set_name), *numbers, rate)
         table.add_section()
     return table
 
 
-def window_text(dataset_dir: Path, manifest: Manifest, split: SplitName, start: int, n_tokens: int) -> str:
+def window_text(
+    dataset_dir: Path, manifest: Manifest, split: SplitName, start: int, n_tokens: int
+) -> str:
     """Return the text of up to `n_tokens` tokens from number `start` of a split, with control characters escaped.
 
     Raises:
@@ -34,20 +41,36 @@ def window_text(dataset_dir: Path, manifest: Manifest, split: SplitName, start: 
     """
     stream = TokenStream(dataset_dir, manifest, split)
     if not 0 <= start < stream.n_tokens:
-        raise UserError(f"token {start} is not in '{split}', which has {stream.n_tokens} tokens: give a lower number")
+        raise UserError(
+            f"token {start} is not in '{split}', which has {stream.n_tokens} tokens: give a lower number"
+        )
     ids = stream.read(start, min(start + n_tokens, stream.n_tokens)).tolist()
-    tokens = load_tokenizer(dataset_dir / TOKENIZER).tokens  # with the names of those that have no text
+    tokens = load_tokenizer(
+        dataset_dir / TOKENIZER
+    ).tokens  # with the names of those that have no text
     return visible(b"".join(tokens[i] for i in ids).decode(errors="replace"), kept="\n\t")
 
 
-def documents_table(dataset_dir: Path, manifest: Manifest, split: SplitName, windows: list[tuple[int, int]]) -> Table:
+def documents_table(
+    dataset_dir: Path, manifest: Manifest, split: SplitName, windows: list[tuple[int, int]]
+) -> Table:
     """Return a table of the documents behind windows [start, stop) of a split, and where they were read from."""
     table = _table(["set", "input"], ["number", "its tokens", "of", "row", "at token of the split"])
     for row, (start, stop) in enumerate(windows):
         for place in documents_in(dataset_dir, manifest, split, start, stop):
             begin, end = max(start, place.start), min(stop, place.stop)
-            part = f"{begin - place.start:,} - {end - place.start:,}", f"{place.stop - place.start:,}"
-            table.add_row(visible(place.set_name), visible(place.input), f"{place.number}", *part, f"{row}", f"{begin}")
+            part = (
+                f"{begin - place.start:,} - {end - place.start:,}",
+                f"{place.stop - place.start:,}",
+            )
+            table.add_row(
+                visible(place.set_name),
+                visible(place.input),
+                f"{place.number}",
+                *part,
+                f"{row}",
+                f"{begin}",
+            )
     return table
 
 

@@ -70,4 +70,6 @@ class Document(NamedTuple):
     set_name: str
 
 
-Seen = Callable[[int], object]  # called with the number of bytes of the input read since the last call
+Seen = Callable[
+    [int], object
+]  # called with the number of bytes of the input read since the last call

@@ -19,10 +19,24 @@ from common.words import source_for
 from data.chat import parse_message
 from data.prepare.archives import COMPRESSED, parse_line, read_lines, read_text
 from data.prepare.files import matches, some_of
-from data.prepare.items import ARRAY, BINARY, NO_TEXT, NOT_IDS, Document, Position, Raw, Seen, Unreadable
+from data.prepare.items import (
+    ARRAY,
+    BINARY,
+    NO_TEXT,
+    NOT_IDS,
+    Document,
+    Position,
+    Raw,
+    Seen,
+    Unreadable,
+)
 
-_OF_DATASETS = re.compile(r"\.(parquet|arrow|csv|json)l?((?<=csv)\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
-JSON_LINES = tuple(lines + packed for lines in (".jsonl", ".ndjson") for packed in ("", *COMPRESSED))
+_OF_DATASETS = re.compile(
+    r"\.(parquet|arrow|csv|json)l?((?<=csv)\.(gz|bz2|xz|zst))?$", re.IGNORECASE
+)
+JSON_LINES = tuple(
+    lines + packed for lines in (".jsonl", ".ndjson") for packed in ("", *COMPRESSED)
+)
 
 
 class Source(Settings):
@@ -56,7 +70,9 @@ class Source(Settings):
             raise Unreadable("text is not a string")
         if not len(text):
             raise Unreadable("empty document")
-        if isinstance(text, str) and 3 * text.count("\0") > len(text):  # UTF-16 that was read as something else
+        if isinstance(text, str) and 3 * text.count("\0") > len(
+            text
+        ):  # UTF-16 that was read as something else
             raise Unreadable(BINARY)
         return Document(text, set_name)
 
@@ -87,7 +103,10 @@ class FileSource(Source):
         yield "".join(read_text(path, seen))
 
     def documents(
-        self, seen: Seen = lambda _: None, after: Position | None = None, inputs: Sequence[str] | None = None
+        self,
+        seen: Seen = lambda _: None,
+        after: Position | None = None,
+        inputs: Sequence[str] | None = None,
     ) -> Iterator[Raw]:
         """Yield the items of all or some inputs in order, or those after a position. An unreadable part is an item too.
 
@@ -105,8 +124,12 @@ class FileSource(Source):
         """Yield the items of one file; of a damaged one, those before the damage."""
         number = 0
         try:
-            if os.path.lexists(path) and not os.path.isfile(path):  # the inputs have only folders that cannot be read
-                raise Unreadable("unreadable folder" if os.path.isdir(path) else "not a regular file")
+            if os.path.lexists(path) and not os.path.isfile(
+                path
+            ):  # the inputs have only folders that cannot be read
+                raise Unreadable(
+                    "unreadable folder" if os.path.isdir(path) else "not a regular file"
+                )
             for number, content in enumerate(self.read(path, seen), start=1):
                 if content is not None:
                     size = 0 if isinstance(content, Unreadable) else len(content)
@@ -117,7 +140,9 @@ class FileSource(Source):
             yield Raw(Position(name, number + error.line), error, 0)
         except OSError as error:
             if number:  # the file is readable: a failing disk must not cost the rest of it
-                raise UserError(f"{path} can't be read after line {number} ({error.strerror}): try again") from None
+                raise UserError(
+                    f"{path} can't be read after line {number} ({error.strerror}): try again"
+                ) from None
             yield Raw(Position(name, 1), Unreadable("unreadable file"), 0)
 
 
@@ -151,7 +176,11 @@ class StdlibSource(FileSource):
         root = self.path_of(".")
         excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
         names = [path.relative_to(root) for path in root.rglob("*.py")]
-        return {str(name): _size(root / name) for name in sorted(names) if not excluded.intersection(name.parts)}
+        return {
+            str(name): _size(root / name)
+            for name in sorted(names)
+            if not excluded.intersection(name.parts)
+        }
 
     def path_of(self, name: str) -> Path:
         """Return the file of Python's library with a name in `inputs`."""
@@ -179,27 +208,38 @@ class NamedFiles(FileSource):
             left_out: dict[str, str] = {}
             files = matches(pattern, left_out)
             if os.path.isdir(pattern):
-                files = [file for file in files if file.lower().endswith(self.suffixes) or os.path.isdir(file)]
+                files = [
+                    file
+                    for file in files
+                    if file.lower().endswith(self.suffixes) or os.path.isdir(file)
+                ]
             without = some_of([f"{path} ({kind})" for path, kind in left_out.items()])
             if not files:
                 what = f"data.path={pattern} matches no file that data={self.name} reads"
                 what += f"; left out: {without}" if without else ""
-                raise UserError(f"{what}: give a file, a folder, or a glob such as 'folder/**/*.txt'")
+                raise UserError(
+                    f"{what}: give a file, a folder, or a glob such as 'folder/**/*.txt'"
+                )
             if without:
                 say(f"left out of data.path={pattern}: {without}")
             for file in files:
                 found.setdefault(os.path.realpath(file), file)
         # Names are written as JSON, which holds no bytes that are not UTF-8.
         named: dict[str, int | None] = {
-            os.fsencode(file).decode(errors="backslashreplace"): _size(Path(file)) for file in found.values()
+            os.fsencode(file).decode(errors="backslashreplace"): _size(Path(file))
+            for file in found.values()
         }
         if len(named) < len(found):
-            raise UserError("data.path: two names are equal when bytes that are not UTF-8 are escaped: rename one")
+            raise UserError(
+                "data.path: two names are equal when bytes that are not UTF-8 are escaped: rename one"
+            )
         return named
 
     def path_of(self, name: str) -> Path:
         """Return the file with a name in `inputs`. Its path may have bytes that are not UTF-8."""
-        escaped = re.sub(rb"\\x([0-9a-f]{2})", lambda byte: bytes.fromhex(byte[1].decode()), name.encode())
+        escaped = re.sub(
+            rb"\\x([0-9a-f]{2})", lambda byte: bytes.fromhex(byte[1].decode()), name.encode()
+        )
         return Path(name if os.path.lexists(name) else os.fsdecode(escaped))
 
     def read(self, path: Path, seen: Seen) -> Iterator[Any]:
@@ -225,7 +265,9 @@ class TextSource(NamedFiles, defaults="data/text"):
         """Yield the file as one document, or a long one as several, so that the split by hash has a choice."""
         is_lines, head = path.name.lower().endswith(JSON_LINES), ""
         if not is_lines:
-            for text in read_text(path, lambda _: None):  # a file with an error is refused as a whole
+            for text in read_text(
+                path, lambda _: None
+            ):  # a file with an error is refused as a whole
                 head = head or text
             is_lines = self._has_lines(head, is_json=".json" in path.name.lower())
         yield from super().read(path, seen) if is_lines else passages(read_text(path, seen))
@@ -299,12 +341,17 @@ class HubSource(Source, defaults="data/hf"):
         """
         is_here = os.path.exists(self.path) or re.search(r"[*?[]|^-$", self.path)
         if is_here and not (os.path.isdir(self.path) or _OF_DATASETS.search(self.path)):
-            what = f"data.path={self.path}: data=hf reads .parquet, .arrow, .csv and .json files here"
+            what = (
+                f"data.path={self.path}: data=hf reads .parquet, .arrow, .csv and .json files here"
+            )
             raise UserError(f"{what}; for this one, give data={source_for(self.path)}")
         return {self.path: None}
 
     def documents(
-        self, seen: Seen = lambda _: None, after: Position | None = None, inputs: Sequence[str] | None = None
+        self,
+        seen: Seen = lambda _: None,
+        after: Position | None = None,
+        inputs: Sequence[str] | None = None,
     ) -> Iterator[Raw]:
         """Stream the split.
 
@@ -320,17 +367,27 @@ class HubSource(Source, defaults="data/hf"):
             rows = self._open(number)
             for row in rows:
                 number += 1
-                content = {key: row[key] if key in (self.text_field, *_BESIDE) else None for key in row}
+                content = {
+                    key: row[key] if key in (self.text_field, *_BESIDE) else None for key in row
+                }
                 text = str(content) if self.is_chat else content.get(self.text_field)
                 size = len(text) if isinstance(text, str | list) else 0
                 yield Raw(Position(self.path, number), content, size)
         except Exception as error:
-            of_client = type(error).__module__.split(".")[0] in _HTTP_CLIENTS  # these are no OSError
-            if not of_client and not isinstance(error, OSError | ValueError | RuntimeError | DatasetsError):
+            of_client = (
+                type(error).__module__.split(".")[0] in _HTTP_CLIENTS
+            )  # these are no OSError
+            if not of_client and not isinstance(
+                error, OSError | ValueError | RuntimeError | DatasetsError
+            ):
                 raise
             if rows is None:
-                raise UserError(f"data.path={self.path} cannot be opened ({error}): {_CHECK}") from None
-            raise UserError(f"data.path={self.path} fails at row {number + 1} ({error}): {_ADVICE}") from None
+                raise UserError(
+                    f"data.path={self.path} cannot be opened ({error}): {_CHECK}"
+                ) from None
+            raise UserError(
+                f"data.path={self.path} fails at row {number + 1} ({error}): {_ADVICE}"
+            ) from None
 
     def text_and_set(self, content: Any) -> tuple[Any, str]:
         """Return what a row holds."""
@@ -343,7 +400,10 @@ class HubSource(Source, defaults="data/hf"):
 
         logging.set_verbosity_error()  # else it announces each of its retries for some 20 seconds
         split = self.split or "train"
-        if any(os.path.exists(os.path.join(self.path, file)) for file in ("dataset_dict.json", "state.json")):
+        if any(
+            os.path.exists(os.path.join(self.path, file))
+            for file in ("dataset_dict.json", "state.json")
+        ):
             saved = load_from_disk(self.path)
             if isinstance(saved, DatasetDict):
                 if split not in saved:
@@ -390,14 +450,22 @@ def passages(chunks: Iterable[str]) -> Iterator[str]:
 
 
 def _end_of_passage(text: str, start: int) -> int:
-    near, far, end = start + _PASSAGE, start + 2 * _PASSAGE, min(start + _LONGEST_PASSAGE, len(text))
+    near, far, end = (
+        start + _PASSAGE,
+        start + 2 * _PASSAGE,
+        min(start + _LONGEST_PASSAGE, len(text)),
+    )
     cut = _BLANK_LINES.search(text, near, far) or _LINE_END.search(text, near, end)
     return cut.end() if cut else end
 
 
 def _of_record(record: Any, source: NamedFiles | HubSource) -> tuple[Any, str]:
     if source.is_chat and isinstance(record, list):  # as nanochat writes a conversation
-        if record and isinstance(record[0], dict) and {source.text_field, "completion"} & record[0].keys():
+        if (
+            record
+            and isinstance(record[0], dict)
+            and {source.text_field, "completion"} & record[0].keys()
+        ):
             raise Unreadable(ARRAY)
         return record, source.name
     fields = record if isinstance(record, dict) else {}

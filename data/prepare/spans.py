@@ -38,11 +38,23 @@ from common.settings import JsonDict, Settings, UserError, decode, differences
 from data.prepare.encode import Encoded, Item, Skipped
 from data.prepare.files import some_of
 from data.prepare.items import Position
-from data.shards import MAX_SETS, RECORD, TOKENIZER, Counts, Shard, Split, SplitName, TokenizerId, index_header
+from data.shards import (
+    MAX_SETS,
+    RECORD,
+    TOKENIZER,
+    Counts,
+    Shard,
+    Split,
+    SplitName,
+    TokenizerId,
+    index_header,
+)
 from data.tokenizer import Tokenizer, save_tokenizer
 
 PLAN, SPAN = "plan.json", "span.json"
-_OWN = re.compile(r"(plan|tokenizer)\.json|(task-\d+|finish)\.lock|span-.*|dataset|.*\.tmp")  # names in out_dir.partial
+_OWN = re.compile(
+    r"(plan|tokenizer)\.json|(task-\d+|finish)\.lock|span-.*|dataset|.*\.tmp"
+)  # names in out_dir.partial
 _RANKS = "sha256 of the tokenizer's ranks"
 _GROUP_BYTES = 2**30
 _SMALL = 4096  # so many documents by chance have a fair split: at least 20 are expected to be for validation
@@ -90,12 +102,18 @@ class Plan(Settings):
         different = differences(before, after)
         if {"data.name", "data.path"} & different.keys():
             data = before["data"]
-            return f"from data={data['name']}" + (f" data.path={data['path']}" if "path" in data else "")
+            return f"from data={data['name']}" + (
+                f" data.path={data['path']}" if "path" in data else ""
+            )
         files = [key.removeprefix("input.") for key in different if key.startswith("input.")]
         settings = [
-            f"{key}={there!r} (now {here!r})" for key, (there, here) in different.items() if "input." not in key
+            f"{key}={there!r} (now {here!r})"
+            for key, (there, here) in different.items()
+            if "input." not in key
         ]
-        which = f"before {count(len(files), 'input file')} changed, such as {files[0]}" if files else ""
+        which = (
+            f"before {count(len(files), 'input file')} changed, such as {files[0]}" if files else ""
+        )
         return " and ".join(filter(None, [f"with {some_of(settings)}" if settings else "", which]))
 
 
@@ -121,7 +139,9 @@ class Span(Settings):
 
 def damaged(folder: Path, error: object) -> UserError:
     """Build the error for a folder of spans that cannot be used any more."""
-    return UserError(f"{folder} is damaged: delete it and run the command that made it again ({error})")
+    return UserError(
+        f"{folder} is damaged: delete it and run the command that made it again ({error})"
+    )
 
 
 def partial_dir(out_dir: Path) -> Path:
@@ -143,7 +163,9 @@ def writing(folder: Path, task_index: int) -> Iterator[None]:
         UserError: the folder is another's, another process holds the lock, or the disk is full.
     """
     if foreign := [path.name for path in folder.glob("[!.]*") if not _OWN.fullmatch(path.name)]:
-        raise UserError(f"{folder}, where this dataset would be written, holds {foreign[0]}: rename that folder")
+        raise UserError(
+            f"{folder}, where this dataset would be written, holds {foreign[0]}: rename that folder"
+        )
     make_directory(folder, "out_dir")
     taken = f"{folder} is being written by another process with task_index={task_index}: wait until it is done"
     with owned(folder / f"task-{task_index:05}.lock", lambda: taken):
@@ -154,7 +176,9 @@ def writing(folder: Path, task_index: int) -> Iterator[None]:
             if error.errno not in _FULL:
                 raise
             remedy = "free some space on its disk, then repeat the command: it continues from what is written"
-            raise UserError(f"{folder} cannot be written ({os.strerror(error.errno)}): {remedy}") from None
+            raise UserError(
+                f"{folder} cannot be written ({os.strerror(error.errno)}): {remedy}"
+            ) from None
         finally:
             if not any(folder.glob("span-*")) and len([*folder.glob("task-*.lock")]) <= 1:
                 remove(folder)
@@ -202,8 +226,12 @@ def begin(folder: Path, plan: Plan, tokenizer: Tokenizer) -> Plan:
     except UserError as error:
         raise damaged(folder, error) from None
     if changes := begun.changes(plan):
-        raise UserError(f"{folder} was started {changes}: use the same again, or delete it to start over")
-    save_tokenizer(tokenizer, mine := _mine(folder / TOKENIZER))  # equal to the plan's: others may read it meanwhile
+        raise UserError(
+            f"{folder} was started {changes}: use the same again, or delete it to start over"
+        )
+    save_tokenizer(
+        tokenizer, mine := _mine(folder / TOKENIZER)
+    )  # equal to the plan's: others may read it meanwhile
     os.replace(mine, folder / TOKENIZER)
     return begun
 
@@ -233,26 +261,34 @@ def is_whole(spans: list[Span]) -> bool:
     return bool(spans) and spans[-1].is_last
 
 
-def write_group(folder: Path, plan: Plan, group: int, spans: list[Span], items: Iterator[Item]) -> None:
+def write_group(
+    folder: Path, plan: Plan, group: int, spans: list[Span], items: Iterator[Item]
+) -> None:
     """Write what follows the first `spans` of a group: the spans of `items`.
 
     Raises:
         Unfair: the corpus is small, and its documents are too long for a fair split.
         UserError: a span has too many sets.
     """
-    by_place: Iterator[list[Item]] = (list(same) for _, same in itertools.groupby(items, lambda item: item.position))
+    by_place: Iterator[list[Item]] = (
+        list(same) for _, same in itertools.groupby(items, lambda item: item.position)
+    )
     chosen: set[float] | None = None
     if not spans and len(plan.groups()) == 1 and "val_fraction" in plan.prepared:
         start = list(_start(plan, by_place))
         if (rest := next(by_place, None)) is None:
-            chosen = _fair(plan, [item for same in start for item in same if isinstance(item, Encoded)])
+            chosen = _fair(
+                plan, [item for same in start for item in same if isinstance(item, Encoded)]
+            )
         by_place = itertools.chain(start, [rest] if rest else [], by_place)
     while not is_whole(spans):
         target = span_dir(folder, group, len(spans))
         shutil.rmtree(directory := _mine(target), ignore_errors=True)
         directory.mkdir()
         try:
-            before = plan.val_tokens if group else sum(span.tokens for span in spans)  # group 0 has at least so many
+            before = (
+                plan.val_tokens if group else sum(span.tokens for span in spans)
+            )  # group 0 has at least so many
             span = _write_span(directory, plan, by_place, before, chosen)
             try:
                 os.rename(directory, target)
@@ -301,7 +337,12 @@ def _fair(plan: Plan, documents: list[Encoded]) -> set[float]:
             chosen.add(place)
             tokens += size
     piece = min(max(wanted // 4, _SHORTEST_PIECE), _LONGEST_PIECE)
-    if abs(tokens - target) > off and max(lengths) > piece and not plan.piece and not plan.tokenizer.markers:
+    if (
+        abs(tokens - target) > off
+        and max(lengths) > piece
+        and not plan.piece
+        and not plan.tokenizer.markers
+    ):
         raise Unfair(piece)
     return chosen or {*sorted(sizes)[:-1][:1]}
 
@@ -316,8 +357,14 @@ def _write_span(
         before: tokens of the input before them.
         chosen: places of the documents for validation; None: those below val_fraction, or the first val_tokens.
     """
-    header, most = index_header(plan.tokenizer.n_vocab), math.inf if plan.piece else plan.prepared["shard_tokens"]
-    val_inputs, below = set(plan.prepared.get("val_inputs", ())), plan.prepared.get("val_fraction", 0.0)
+    header, most = (
+        index_header(plan.tokenizer.n_vocab),
+        math.inf if plan.piece else plan.prepared["shard_tokens"],
+    )
+    val_inputs, below = (
+        set(plan.prepared.get("val_inputs", ())),
+        plan.prepared.get("val_fraction", 0.0),
+    )
     inputs = {name: number for number, name in enumerate(plan.prepared["input"])}
     set_names: dict[str, int] = {}
     skipped: dict[str, tuple[int, str]] = {}
@@ -332,19 +379,25 @@ def _write_span(
                     so_far, first = skipped.get(item.reason, (0, item.where))
                     skipped[item.reason] = so_far + 1, first
                     continue
-                is_val = before + tokens < plan.val_tokens if plan.val_tokens else item.place < below
+                is_val = (
+                    before + tokens < plan.val_tokens if plan.val_tokens else item.place < below
+                )
                 if chosen is not None:
                     is_val = item.place in chosen
                 split: SplitName = "val" if is_val or last.input in val_inputs else "train"
                 if split not in shards:
                     paths = directory / f"{split}.bin", directory / f"{split}.idx"
-                    shards[split] = _Shard([closing.enter_context(open(path, "xb")) for path in paths], header)
+                    shards[split] = _Shard(
+                        [closing.enter_context(open(path, "xb")) for path in paths], header
+                    )
                 shards[split].add(item, inputs[last.input], number_of(item.set_name, set_names))
                 tokens += item.ids.size
             if tokens >= most:
                 break
         splits = {split: shard.finish() for split, shard in shards.items()}
-    span = Span(last=last, is_last=tokens < most, set_names=list(set_names), splits=splits, skipped=skipped)
+    span = Span(
+        last=last, is_last=tokens < most, set_names=list(set_names), splits=splits, skipped=skipped
+    )
     write_json(directory / SPAN, span.model_dump(mode="json"))
     return span
 
@@ -373,7 +426,9 @@ class _Shard:
     def add(self, item: Encoded, input_number: int, set_number: int) -> None:
         """Add a document."""
         self.end, self.documents = self.end + item.ids.size, self.documents + 1
-        self.sets[item.set_name].update(tokens=item.ids.size, documents=1, utf8_bytes=item.utf8_bytes)
+        self.sets[item.set_name].update(
+            tokens=item.ids.size, documents=1, utf8_bytes=item.utf8_bytes
+        )
         record = np.array((self.end, input_number, item.position.number, set_number), RECORD)
         self._write(item.ids.tobytes(), record.tobytes())
 
@@ -384,7 +439,13 @@ class _Shard:
             os.fsync(file.fileno())
         name = os.path.basename(self.files[0].name)
         of_ids, of_index = (one.hexdigest() for one in self.sums)
-        shard = Shard(file=name, tokens=self.end, documents=self.documents, sha256=of_ids, index_sha256=of_index)
+        shard = Shard(
+            file=name,
+            tokens=self.end,
+            documents=self.documents,
+            sha256=of_ids,
+            index_sha256=of_index,
+        )
         sets = {of: Counts(**amounts) for of, amounts in self.sets.items()}
         return Split(sets=sets, shards=[shard])
 

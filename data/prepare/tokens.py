@@ -15,9 +15,14 @@ from data.prepare.items import FOUR_BYTES, NOT_IDS, Seen, Unreadable
 from data.prepare.sources import JSON_LINES, NamedFiles
 
 _HEADER = 256  # int32
-_FORMATS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # by magic and version: ids of GPT-2, and of Llama 3
+_FORMATS = {
+    (20240520, 1): "<u2",
+    (20240801, 7): "<u4",
+}  # by magic and version: ids of GPT-2, and of Llama 3
 _MAGICS = {*(magic for magic, _ in _FORMATS), 20240522}  # the last: llm.c's evaluation files
-_LONGEST = 2**22  # ids of a document; a stream without end is cut, so that little of it is in memory
+_LONGEST = (
+    2**22
+)  # ids of a document; a stream without end is cut, so that little of it is in memory
 _FEW = 64  # in fewer ids, small ones may stand in every second place by chance
 _VALIDATION = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])")  # in the name of a file
 

@@ -13,7 +13,17 @@ from common.console import Track, count, print_error, say
 from common.files import open_file
 from common.settings import UserError
 from data.documents import read_index
-from data.shards import MANIFEST, TOKENIZER, Counts, Manifest, Shard, check_file, damaged, parse_manifest, total_of
+from data.shards import (
+    MANIFEST,
+    TOKENIZER,
+    Counts,
+    Manifest,
+    Shard,
+    check_file,
+    damaged,
+    parse_manifest,
+    total_of,
+)
 from data.tokenizer import load_tokenizer
 
 _IDS_AT_ONCE = 2**18  # so many fit into a core's cache
@@ -32,7 +42,9 @@ def verify_or_exit(dataset_dir: Path, threads: PositiveInt | None = None) -> Non
     manifest = parse_manifest(dataset_dir)
     total = total_of(split.total for split in manifest.splits.values())
     n_sets, n_inputs = count(len(manifest.set_names), "set"), count(len(manifest.inputs), "input")
-    say(f"{dataset_dir} is whole: {total.documents:,} documents, {total.tokens:,} tokens, {n_sets}, {n_inputs}")
+    say(
+        f"{dataset_dir} is whole: {total.documents:,} documents, {total.tokens:,} tokens, {n_sets}, {n_inputs}"
+    )
 
 
 def verify(dataset_dir: Path, threads: int | None = None) -> list[str]:
@@ -48,13 +60,17 @@ def verify(dataset_dir: Path, threads: int | None = None) -> list[str]:
     except UserError as error:
         return [str(error)]
     if tokenizer.id != manifest.tokenizer:
-        return [f"{dataset_dir / TOKENIZER} is not the tokenizer of {MANIFEST}: prepare the dataset again"]
+        return [
+            f"{dataset_dir / TOKENIZER} is not the tokenizer of {MANIFEST}: prepare the dataset again"
+        ]
     problems: list[str] = []
     lengths = tokenizer.byte_lengths.astype(np.min_scalar_type(tokenizer.byte_lengths.max()))
     check = partial(_check_shard, dataset_dir, manifest, lengths)
     pool = ThreadPoolExecutor(threads or os.cpu_count())
     try:
-        with Track("verifying, shards", sum(len(split.shards) for split in manifest.splits.values())) as track:
+        with Track(
+            "verifying, shards", sum(len(split.shards) for split in manifest.splits.values())
+        ) as track:
             for name, split in manifest.splits.items():
                 found: list[str] = []
                 counts = np.zeros((len(manifest.set_names), len(Counts.model_fields)), np.int64)
@@ -86,13 +102,19 @@ def _check_shard(
         return [str(damaged(dataset_dir / file, f"it cannot be read ({error.strerror})"))], 0
 
 
-def _read_shard(dataset_dir: Path, manifest: Manifest, shard: Shard, lengths: np.ndarray) -> np.ndarray:
+def _read_shard(
+    dataset_dir: Path, manifest: Manifest, shard: Shard, lengths: np.ndarray
+) -> np.ndarray:
     """Return the amount of each unit in each set, (sets, units), of a shard.
 
     Raises:
         UserError: a document does not match its record.
     """
-    path, eot_id, n_vocab = dataset_dir / shard.file, manifest.tokenizer.eot_id, manifest.tokenizer.n_vocab
+    path, eot_id, n_vocab = (
+        dataset_dir / shard.file,
+        manifest.tokenizer.eot_id,
+        manifest.tokenizer.n_vocab,
+    )
     records = read_index(dataset_dir, manifest, shard)
     ends, set_numbers = records["end"].astype(np.int64), np.array(manifest.sets_of(shard))
     sets = np.zeros((len(manifest.set_names), len(Counts.model_fields)), np.int64)
@@ -103,19 +125,27 @@ def _read_shard(dataset_dir: Path, manifest: Manifest, shard: Shard, lengths: np
             mine = ends[first:last] - begin
             ids = np.frombuffer(file.read(int(mine[-1]) * manifest.dtype.itemsize), manifest.dtype)
             if (highest := int(ids.max())) >= n_vocab:
-                raise damaged(path, f"it holds the id {highest}, its tokenizer's last is {n_vocab - 1}")
+                raise damaged(
+                    path, f"it holds the id {highest}, its tokenizer's last is {n_vocab - 1}"
+                )
             if not np.array_equal(np.flatnonzero(ids == eot_id) + 1, mine):
-                raise damaged(path, f"documents {first + 1} to {last} do not end where its index says")
+                raise damaged(
+                    path, f"documents {first + 1} to {last} do not end where its index says"
+                )
             starts = np.concatenate([[0], mine[:-1]])
             utf8_bytes = np.add.reduceat(lengths.take(ids, mode="clip"), starts, dtype=np.int64)
-            for unit, amounts in enumerate((mine - starts, None, utf8_bytes)):  # as float64, exact below 2**53
+            for unit, amounts in enumerate(
+                (mine - starts, None, utf8_bytes)
+            ):  # as float64, exact below 2**53
                 of_sets = np.bincount(records["set"][first:last], amounts, set_numbers.size)
                 sets[set_numbers, unit] += of_sets.astype(np.int64)
             first, begin = last, begin + ids.size
     return sets
 
 
-def _wrong(split: str, stated: dict[str, Counts], set_names: list[str], counts: np.ndarray) -> Iterator[str]:
+def _wrong(
+    split: str, stated: dict[str, Counts], set_names: list[str], counts: np.ndarray
+) -> Iterator[str]:
     """Describe the sets of a split with other amounts in the manifest than `counts` (sets, units) in the shards."""
     for name, amounts in zip(set_names, counts.tolist(), strict=True):
         found = Counts(**dict(zip(Counts.model_fields, amounts, strict=True)))

@@ -29,27 +29,40 @@ def learn(dataset_dir: Path, n_vocab: Annotated[int, Field(lt=2**24)], out: Path
     """
     manifest = read_manifest(dataset_dir)
     if manifest.tokenizer.name == "none":
-        raise UserError(f"dataset_dir={dataset_dir} has ids without text (tokenizer=none): give a dataset of texts")
+        raise UserError(
+            f"dataset_dir={dataset_dir} has ids without text (tokenizer=none): give a dataset of texts"
+        )
     alphabet = sorted(byte_characters().values())
     if n_vocab <= len(alphabet):
-        raise UserError(f"n_vocab={n_vocab} is too small: the bytes and {END_OF_TEXT} alone are {len(alphabet) + 1}")
+        raise UserError(
+            f"n_vocab={n_vocab} is too small: the bytes and {END_OF_TEXT} alone are {len(alphabet) + 1}"
+        )
     make_directory(out.parent, "out")  # learning takes long: an error must come before it
     if out.exists():
         raise UserError(f"out={out} exists: choose another file, or delete it")
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=n_vocab - 1, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=n_vocab - 1, initial_alphabet=alphabet, show_progress=False
+    )
     bpe.train_from_iterator(_texts(dataset_dir, manifest), trainer)
     bpe.add_special_tokens([END_OF_TEXT])
     if (found := bpe.get_vocab_size()) < n_vocab:
-        raise UserError(f"n_vocab={n_vocab} is more than the text of {dataset_dir} gives: use at most n_vocab={found}")
+        raise UserError(
+            f"n_vocab={n_vocab} is more than the text of {dataset_dir} gives: use at most n_vocab={found}"
+        )
     learned = HFTokenizer(json.loads(bpe.to_str()))
     write_atomic(out, bpe.to_str(pretty=True) + "\n")
     say(f"{out} has {learned.n_vocab:,} ids; prepare data with: tokenizer=hf tokenizer.path={out}")
 
 
 def _texts(dataset_dir: Path, manifest: Manifest) -> Iterator[str]:
-    stream, tokenizer = TokenStream(dataset_dir, manifest, "train"), load_tokenizer(dataset_dir / TOKENIZER)
+    stream, tokenizer = (
+        TokenStream(dataset_dir, manifest, "train"),
+        load_tokenizer(dataset_dir / TOKENIZER),
+    )
     for place in documents_in(dataset_dir, manifest, "train", 0, stream.n_tokens):
-        yield tokenizer.decode_bytes(stream.read(place.start, place.stop - 1).tolist()).decode(errors="replace")
+        yield tokenizer.decode_bytes(stream.read(place.start, place.stop - 1).tolist()).decode(
+            errors="replace"
+        )

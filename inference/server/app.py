@@ -21,7 +21,9 @@ _SAFE = {  # the page loads nothing from other sites, and other sites cannot emb
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
-_PATHS = "there are POST /v1/completions and /v1/chat/completions, and GET /, /v1/models and /health"
+_PATHS = (
+    "there are POST /v1/completions and /v1/chat/completions, and GET /, /v1/models and /health"
+)
 
 
 def create_app(served: Served) -> FastAPI:
@@ -105,9 +107,15 @@ def _refusal(request: Request, hosts: frozenset[str]) -> ApiError | None:
     host, origin = request.headers.get("host", ""), request.headers.get("origin")
     named = re.fullmatch(r"\[?([^][]*?)\]?(:\d*)?", host)  # the brackets of an IPv6 address
     if named is None or named[1].lower() not in hosts:
-        return ApiError(403, f"Host {host!r} is not this server's name: use {' or '.join(sorted(hosts))}", "wrong_host")
+        return ApiError(
+            403,
+            f"Host {host!r} is not this server's name: use {' or '.join(sorted(hosts))}",
+            "wrong_host",
+        )
     if origin not in (None, f"http://{host}"):
-        return ApiError(403, f"Origin {origin!r} is another site, which may not use this server", "wrong_origin")
+        return ApiError(
+            403, f"Origin {origin!r} is another site, which may not use this server", "wrong_origin"
+        )
     return None
 
 

@@ -56,7 +56,9 @@ async def complete(http: Request, served: Served, kind: type[AnyRequest]) -> Res
         return JSONResponse(response.whole())
     first = await anext(updates)  # an error before it still has a status
     events = stream(first, updates, response, request.stream_options.include_usage)
-    return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    return StreamingResponse(
+        events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+    )
 
 
 def _generations(request: AnyRequest, served: Served) -> list[Generation]:
@@ -66,7 +68,9 @@ def _generations(request: AnyRequest, served: Served) -> list[Generation]:
             how = "/v1/completions continues a prompt, and train.py experiment=chat makes a model that answers"
             raise refused(f"messages are for chat models, which this is not: {how}")
         key = "messages"
-        request = request.as_completion(tokenizer, served.limits.max_tokens, engine.gpt.config.max_len)
+        request = request.as_completion(
+            tokenizer, served.limits.max_tokens, engine.gpt.config.max_len
+        )
     n_texts, most = len(request.prompt) * request.n, served.worker.max_texts
     if n_texts > most:
         asked = f"n={request.n} for each of {count(len(request.prompt), 'prompt')}"
@@ -88,12 +92,17 @@ async def read_request(http: Request, kind: type[AnyRequest]) -> AnyRequest:
     """
     sent = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if sent != "application/json":  # browsers do not let other sites' pages send it
-        raise ApiError(415, f"Content-Type is {sent or 'missing'}: send JSON, with Content-Type: application/json")
+        raise ApiError(
+            415,
+            f"Content-Type is {sent or 'missing'}: send JSON, with Content-Type: application/json",
+        )
     body = bytearray()
     async for chunk in http.stream():
         body += chunk
         if len(body) > _LARGEST_BODY:
-            raise ApiError(413, f"the body is larger than {_LARGEST_BODY:,} bytes: send less at once")
+            raise ApiError(
+                413, f"the body is larger than {_LARGEST_BODY:,} bytes: send less at once"
+            )
     return await run_in_threadpool(_decoded, bytes(body), kind)
 
 
@@ -151,7 +160,11 @@ async def updates_of(generations: Sequence[Generation], served: Served, http: Re
         raise
     except Exception as error:
         print_error(f"{type(error).__name__}: {error}")
-        what = str(error) if isinstance(error, UserError) else f"the model failed: {type(error).__name__}"
+        what = (
+            str(error)
+            if isinstance(error, UserError)
+            else f"the model failed: {type(error).__name__}"
+        )
         raise ApiError(500, what, "model_failed") from error
     finally:
         watching.cancel()

@@ -8,7 +8,15 @@ import secrets
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from common.settings import JsonDict, Settings, UserError
 from data.chat import ChatTokenizer, parse_message
@@ -17,7 +25,10 @@ from inference.load import ModelConfig
 from inference.prefill import Request
 from inference.sampling import SamplingConfig
 
-_MOST_STOPS, _LONGEST_STOP = 16, 256  # every new token's text is compared with all beginnings of these
+_MOST_STOPS, _LONGEST_STOP = (
+    16,
+    256,
+)  # every new token's text is compared with all beginnings of these
 _NOT_OFFERED = {
     "presence_penalty": "use repetition_penalty",
     "frequency_penalty": "use repetition_penalty",
@@ -28,7 +39,9 @@ _NOT_OFFERED = {
 }
 _Message = Annotated[tuple[str, str], BeforeValidator(parse_message)]
 _MESSAGES = TypeAdapter(list[JsonDict]).json_schema()
-_PROMPT = TypeAdapter(str | list[str] | list[int] | list[list[int]]).json_schema()  # one prompt is a list of one here
+_PROMPT = TypeAdapter(
+    str | list[str] | list[int] | list[list[int]]
+).json_schema()  # one prompt is a list of one here
 
 
 class ServeConfig(ModelConfig, defaults="serve"):
@@ -118,7 +131,9 @@ class CompletionRequest(_Shared):
         prompts = [prompt] if isinstance(prompt, str) or _are_ids(prompt) else prompt
         several = prompts if isinstance(prompts, list) and prompts else [None]
         if not (all(isinstance(one, str) for one in several) or all(map(_are_ids, several))):
-            raise ValueError("give a text, a list of token ids, a list of texts or a list of lists of token ids")
+            raise ValueError(
+                "give a text, a list of token ids, a list of texts or a list of lists of token ids"
+            )
         return prompts
 
 
@@ -136,7 +151,9 @@ class ChatRequest(_Shared):
     top_logprobs: int = Field(0, ge=0, le=20)
     """Report this many of the most likely tokens in each token's place, too."""
 
-    def as_completion(self, tokenizer: ChatTokenizer, most: int, max_len: int | None) -> CompletionRequest:
+    def as_completion(
+        self, tokenizer: ChatTokenizer, most: int, max_len: int | None
+    ) -> CompletionRequest:
         """Return the request to continue the conversation's ids.
 
         `most`, `max_len`: what max_tokens is by default, and the model's learned positions.
@@ -157,10 +174,16 @@ KEYS = {*CompletionRequest.model_fields, *ChatRequest.model_fields, *_NOT_OFFERE
 
 
 def _are_ids(prompt: Any) -> bool:
-    return isinstance(prompt, list) and prompt != [] and all(type(token_id) is int for token_id in prompt)
+    return (
+        isinstance(prompt, list)
+        and prompt != []
+        and all(type(token_id) is int for token_id in prompt)
+    )
 
 
-def requests_of(request: CompletionRequest, tokenizer: Tokenizer, limits: ServeConfig, key: str) -> list[Request]:
+def requests_of(
+    request: CompletionRequest, tokenizer: Tokenizer, limits: ServeConfig, key: str
+) -> list[Request]:
     """What the engine is asked for: n texts for the first prompt, n for the second, ...
 
     `key`: what the prompts were given as.
@@ -169,16 +192,24 @@ def requests_of(request: CompletionRequest, tokenizer: Tokenizer, limits: ServeC
         UserError: a text is too long, or has invalid token ids.
     """
     if request.max_tokens > limits.max_tokens:
-        raise UserError(f"max_tokens={request.max_tokens} is too much: this server gives at most {limits.max_tokens}")
+        raise UserError(
+            f"max_tokens={request.max_tokens} is too much: this server gives at most {limits.max_tokens}"
+        )
     requests = []
     for prompt in request.prompt:
         seed = secrets.randbelow(2**53) if request.seed is None else request.seed
         ids = tuple(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         if wrong := [token_id for token_id in ids if not 0 <= token_id < tokenizer.n_vocab]:
-            raise UserError(f"prompt has the token id {wrong[0]}: this model's are 0 to {tokenizer.n_vocab - 1}")
+            raise UserError(
+                f"prompt has the token id {wrong[0]}: this model's are 0 to {tokenizer.n_vocab - 1}"
+            )
         if len(ids) > limits.max_prompt_tokens:
-            raise UserError(f"{key} has {len(ids)} tokens: this server takes at most {limits.max_prompt_tokens}")
-        begins = ids[:1] == (tokenizer.eot_id,)  # in training, every text follows the end of another
+            raise UserError(
+                f"{key} has {len(ids)} tokens: this server takes at most {limits.max_prompt_tokens}"
+            )
+        begins = ids[:1] == (
+            tokenizer.eot_id,
+        )  # in training, every text follows the end of another
         one = Request(
             ids if begins else (tokenizer.eot_id, *ids),
             request.max_tokens,

@@ -13,7 +13,9 @@ from inference.generation import Generation, Token, Update
 class ApiError(Exception):
     """An error response."""
 
-    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, code: str | None = None, param: str | None = None
+    ) -> None:
         """`param`: the key of the request that is wrong."""
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
@@ -23,7 +25,9 @@ class ApiError(Exception):
         """The object to send."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = "rate_limit_error" if self.status == 429 else kind
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
 
 
 class CompletionResponse:
@@ -31,16 +35,25 @@ class CompletionResponse:
 
     _object, _object_of_chunk, _prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, model: str, generations: Sequence[Generation], tokenizer: Tokenizer, n: int) -> None:
+    def __init__(
+        self, model: str, generations: Sequence[Generation], tokenizer: Tokenizer, n: int
+    ) -> None:
         """`generations`: n for each prompt."""
         name = f"{self._prefix}-{uuid.uuid4().hex}"
-        self._head = {"id": name, "object": self._object, "created": int(time.time()), "model": model}
+        self._head = {
+            "id": name,
+            "object": self._object,
+            "created": int(time.time()),
+            "model": model,
+        }
         self.generations, self._tokenizer, self._n = generations, tokenizer, n
         self._begun: set[int] = set()  # choices of a chat that have a chunk
 
     def whole(self) -> JsonDict:
         """The response with all choices, once their generations have ended."""
-        choices = [self._choice(index, generation) for index, generation in enumerate(self.generations)]
+        choices = [
+            self._choice(index, generation) for index, generation in enumerate(self.generations)
+        ]
         return self._head | {"choices": choices, "usage": self._usage()}
 
     def chunk(self, index: int, update: Update) -> JsonDict:
@@ -57,14 +70,23 @@ class CompletionResponse:
         prompt = sum(len(one.request.ids) - one.request.prompt_start for one in firsts)
         cached = sum(max(one.n_cached - one.request.prompt_start, 0) for one in firsts)
         drawn = sum(len(one.drawn) for one in self.generations)
-        counts = {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
+        counts = {
+            "prompt_tokens": prompt,
+            "completion_tokens": drawn,
+            "total_tokens": prompt + drawn,
+        }
         return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
 
     def _choice(self, index: int, new: Generation | Update) -> JsonDict:
         n_top = self.generations[index].request.n_top
         logprobs = None if n_top is None else self._logprobs(new.tokens, n_top)
         reason = "stop" if new.finish_reason == "end_of_text" else new.finish_reason
-        return {"index": index, **self._content(new.text), "logprobs": logprobs, "finish_reason": reason}
+        return {
+            "index": index,
+            **self._content(new.text),
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        }
 
     def _content(self, text: str) -> JsonDict:
         return {"text": text}
@@ -74,7 +96,8 @@ class CompletionResponse:
             "tokens": [self._name(token.id) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [
-                {self._name(token_id): logprob for token_id, logprob in token.top.items()} or None for token in tokens
+                {self._name(token_id): logprob for token_id, logprob in token.top.items()} or None
+                for token in tokens
             ],
             "text_offset": [token.offset for token in tokens],
         }
@@ -102,7 +125,10 @@ class ChatResponse(CompletionResponse):
         if index in self._begun:
             del delta["role"]
         self._begun.add(index)
-        return self._head | {"object": self._object_of_chunk, "choices": [choice | {"delta": delta}]}
+        return self._head | {
+            "object": self._object_of_chunk,
+            "choices": [choice | {"delta": delta}],
+        }
 
     def _content(self, text: str) -> JsonDict:
         return {"message": {"role": "assistant", "content": text}}
@@ -114,7 +140,9 @@ class ChatResponse(CompletionResponse):
 
         content = []
         for token in tokens:
-            likely = list(token.top.items())[:n_top]  # in order; a token that is none of them comes after these
+            likely = list(token.top.items())[
+                :n_top
+            ]  # in order; a token that is none of them comes after these
             top = [entry(*pair) for pair in likely]
             content.append(entry(token.id, token.logprob) | {"top_logprobs": top})
         return {"content": content}

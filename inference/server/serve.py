@@ -32,7 +32,14 @@ def serve(config: ServeConfig) -> None:
     loaded = load(config)
     gpt = loaded.place(loaded.runtime.device, autocast=False)
     tokenizer, cache = loaded.tokenizer, PromptCache(config.cache_states, config.cache_bytes)
-    engine = Engine(gpt, tokenizer.n_vocab, config.max_streams, interleave=True, end_ids=tokenizer.end_ids, cache=cache)
+    engine = Engine(
+        gpt,
+        tokenizer.n_vocab,
+        config.max_streams,
+        interleave=True,
+        end_ids=tokenizer.end_ids,
+        cache=cache,
+    )
     worker = Worker(engine, config.max_queue)
     name = loaded.checkpoint.run_dir.resolve().name
     with listen(config.host, config.port) as listener:
@@ -43,7 +50,11 @@ def serve(config: ServeConfig) -> None:
         say(f"{name} is served at {url} (the page) and {url}/v1 (OpenAI's API); Ctrl-C stops")
         # h11, so that every machine uses the same parser; no log_config, because Hydra has configured logging
         settings = uvicorn.Config(
-            app, log_config=None, http=_Connection, lifespan="off", timeout_graceful_shutdown=_SECONDS_TO_FINISH
+            app,
+            log_config=None,
+            http=_Connection,
+            lifespan="off",
+            timeout_graceful_shutdown=_SECONDS_TO_FINISH,
         )
         worker.start()
         _Server(settings, worker).run(sockets=[listener])
@@ -106,7 +117,9 @@ def listen(host: str, port: int) -> socket.socket:
             f"use another port, or port=0 for any free one"
         ) from None
     if _names(host) is None:
-        warn(f"host={host}: everyone who can reach this machine can use the model, without a password")
+        warn(
+            f"host={host}: everyone who can reach this machine can use the model, without a password"
+        )
     return listener
 
 

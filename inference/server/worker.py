@@ -37,7 +37,9 @@ class Worker(threading.Thread):
                 raise _stopping()
             n_open = sum(self.load)
             if n_open + len(generations) > self.max_texts:
-                message = f"{n_open} texts are being written or waiting already: try again a little later"
+                message = (
+                    f"{n_open} texts are being written or waiting already: try again a little later"
+                )
                 raise ApiError(429, message, "queue_full")
             self._new += generations
             self._changed.notify()
@@ -55,7 +57,9 @@ class Worker(threading.Thread):
             self._load, self._new = self.load, []
         try:
             self.engine.turn()
-        except Exception as error:  # not the fault of one text; without this, clients would wait forever
+        except (
+            Exception
+        ) as error:  # not the fault of one text; without this, clients would wait forever
             self.engine.fail(error)
         with self._changed:
             self._load = self.engine.n_admitted, len(self.engine.waiting)

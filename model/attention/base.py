@@ -17,8 +17,15 @@ from model.ops.sparse_attention.naive import masked_attention
 from model.position import NO_POSITIONS, Positions, Rotation, rotate
 
 _EPS = 1e-6  # of RMS norms: the type's own would be large in bfloat16
-_GATES: dict[str, Callable[[Tensor], Tensor]] = {"none": torch.positive, "silu": silu, "sigmoid": sigmoid}
-_SPANS = 1.5, 500.0  # tokens after which the first and the last head keep 1 / e, at the start of training
+_GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": torch.positive,
+    "silu": silu,
+    "sigmoid": sigmoid,
+}
+_SPANS = (
+    1.5,
+    500.0,
+)  # tokens after which the first and the last head keep 1 / e, at the start of training
 
 
 class AttentionSettings(Settings, defaults="attention_parts"):
@@ -61,7 +68,9 @@ class GroupedSettings(AttentionSettings):
         """Raise ValueError if the query heads cannot share their key and value heads evenly."""
         if self.n_kv_head is not None and n_head % self.n_kv_head:
             divisors = ", ".join(str(n) for n in range(1, n_head + 1) if n_head % n == 0)
-            raise ValueError(f"n_kv_head={self.n_kv_head} does not divide n_head={n_head}: use one of {divisors}")
+            raise ValueError(
+                f"n_kv_head={self.n_kv_head} does not divide n_head={n_head}: use one of {divisors}"
+            )
 
 
 class Forgetting(NamedTuple):
@@ -115,7 +124,9 @@ class Attention(nn.Module):
     by_distance = False
     """Whether `attend` takes document_starts together with a state, because what a token sees depends on distances."""
 
-    def __init__(self, n_embd: int, n_head: int, n_out: int, parts: Sequence[int], n_group: int = 1) -> None:
+    def __init__(
+        self, n_embd: int, n_head: int, n_out: int, parts: Sequence[int], n_group: int = 1
+    ) -> None:
         """Create the projection.
 
         Args:
@@ -128,10 +139,16 @@ class Attention(nn.Module):
 
     def add_parts(self, settings: AttentionSettings) -> None:
         """Create the optional parts, which come after those of the mechanism."""
-        n_embd, n_qkv, decay = self.qkv.in_features, self.qkv.out_features, getattr(settings, "decay", "none")
+        n_embd, n_qkv, decay = (
+            self.qkv.in_features,
+            self.qkv.out_features,
+            getattr(settings, "decay", "none"),
+        )
         self.conv = nn.Parameter(torch.empty(settings.conv * n_qkv)) if settings.conv else None
         query_dim = self.qkv.parts[0] * self.qkv.n_group // self.n_head
-        scales = (nn.Parameter(torch.empty(query_dim)) if settings.qk_norm else None for _ in range(2))
+        scales = (
+            nn.Parameter(torch.empty(query_dim)) if settings.qk_norm else None for _ in range(2)
+        )
         self.q_scale, self.k_scale = scales
         self.gate = Linear(n_embd, self.n_out) if settings.gate != "none" else None
         self.gate_function = _GATES[settings.gate]
@@ -150,7 +167,11 @@ class Attention(nn.Module):
         """Make weights equal that start as copies of others; called whenever weights have been drawn."""
 
     def forward(
-        self, x: Tensor, positions: Positions = NO_POSITIONS, state: Any = None, return_state: bool = False
+        self,
+        x: Tensor,
+        positions: Positions = NO_POSITIONS,
+        state: Any = None,
+        return_state: bool = False,
     ) -> tuple[Tensor, Any]:
         """(B, T, n_embd) -> (B, T, n_out), and with `return_state` the state for the tokens that follow, else None.
 
@@ -162,7 +183,9 @@ class Attention(nn.Module):
         """
         starts, has_state = positions.document_starts, return_state or state is not None
         if starts is not None and has_state and not (self.resets or self.by_distance):
-            raise ValueError("document_starts cannot be used with a state: pass each document by itself")
+            raise ValueError(
+                "document_starts cannot be used with a state: pass each document by itself"
+            )
         seen, state = state if self.conv is not None and state is not None else (None, state)
         features, seen = self.features(x, seen, starts)
         y, state = self.mix(x, features, positions, state, return_state)
@@ -188,7 +211,9 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Any]:
         """Attend with queries, keys and values `features` (B, T, n_qkv) of tokens x: (B, T, n_out), and the state."""
         forgetting = self.forgetting(x, positions.document_starts)
-        y, state = self.attend(*self.project(features, positions.rotation), forgetting, state, return_state)
+        y, state = self.attend(
+            *self.project(features, positions.rotation), forgetting, state, return_state
+        )
         return self.join(y, positions.rotation), state
 
     def forgetting(self, x: Tensor, starts: Tensor | None = None) -> Forgetting:
@@ -230,13 +255,23 @@ class MultiHeadAttention(Attention):
     """
 
     def __init__(
-        self, n_embd: int, n_head: int, head_dim: int, n_kv_head: int | None = None, own_values: bool = True
+        self,
+        n_embd: int,
+        n_head: int,
+        head_dim: int,
+        n_kv_head: int | None = None,
+        own_values: bool = True,
     ) -> None:
         """`own_values=False`: keys are the values too."""
         n_kv_head = n_kv_head or n_head
         heads = [n_head, n_kv_head, n_kv_head] if own_values else [n_head, n_kv_head]
         super().__init__(n_embd, n_head, n_head * head_dim, [n * head_dim for n in heads])
-        self.n_kv_head, self.head_dim, self.own_values, self._heads = n_kv_head, head_dim, own_values, heads
+        self.n_kv_head, self.head_dim, self.own_values, self._heads = (
+            n_kv_head,
+            head_dim,
+            own_values,
+            heads,
+        )
 
     def split(self, features: Tensor) -> Sequence[Tensor]:
         """(B, T, n_qkv) -> q (B, n_head, T, head_dim), k and v (B, n_kv_head, T, head_dim)."""

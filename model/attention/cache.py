@@ -20,7 +20,9 @@ from model.ops.sparse_attention.patterns import CAUSAL, Pattern, needed_keys, re
 from model.position import last_positions
 
 _SMALLEST_ROOM = 64  # columns of a new buffer
-_PRUNE_EVERY = 64  # tokens: dropping columns copies the others, which costs about as much as attending to them
+_PRUNE_EVERY = (
+    64  # tokens: dropping columns copies the others, which costs about as much as attending to them
+)
 
 
 class KVCache(NamedTuple):
@@ -49,8 +51,12 @@ class KVCache(NamedTuple):
             the T new tokens may attend to, or None if these are all.
         """
         T, lengths = k.shape[2], tuple(n + k.shape[2] for n in self.lengths)
-        unused = self.k.shape[2] - max(self.lengths)  # columns of longer texts whose rows were removed
-        k_all, v_all, buffer = _extend(self.k[:, :, unused:], self.v[:, :, unused:], self.buffer, k, v)
+        unused = self.k.shape[2] - max(
+            self.lengths
+        )  # columns of longer texts whose rows were removed
+        k_all, v_all, buffer = _extend(
+            self.k[:, :, unused:], self.v[:, :, unused:], self.buffer, k, v
+        )
         after, S = KVCache(k_all, v_all, lengths, buffer), k_all.shape[2]
         if T == 1 and min(lengths) == S:
             return after, k_all, v_all, None
@@ -85,7 +91,9 @@ def attend_to_all(
     if starts is not None:
         return document_attention(q, k, v, [CAUSAL], starts, scale), after
     gqa = k.shape[1] < q.shape[1]
-    y = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=cache is None, scale=scale, enable_gqa=gqa)
+    y = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=cache is None, scale=scale, enable_gqa=gqa
+    )
     return y, after
 
 
@@ -116,14 +124,22 @@ class SparseCache(NamedTuple):
 
     @classmethod
     def empty(
-        cls, B: int, H: int, D: int, patterns: Sequence[Pattern], dtype: torch.dtype, device: torch.device
+        cls,
+        B: int,
+        H: int,
+        D: int,
+        patterns: Sequence[Pattern],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> "SparseCache":
         """Return the cache before the first token, with all columns that patterns of limited reach ever need."""
         S = reach_of(patterns) or 0
         k, v = (torch.zeros(B, H, S, D, dtype=dtype, device=device) for _ in range(2))
         return cls(k, v, torch.zeros(B, 1, S, dtype=torch.int32, device=device), (0,) * B)
 
-    def append(self, k: Tensor, v: Tensor, patterns: Sequence[Pattern]) -> tuple["SparseCache", Tensor, Tensor, Tensor]:
+    def append(
+        self, k: Tensor, v: Tensor, patterns: Sequence[Pattern]
+    ) -> tuple["SparseCache", Tensor, Tensor, Tensor]:
         """Add T tokens with keys (B, H, T, D) and values (B, H, T, E).
 
         Returns:
@@ -133,8 +149,12 @@ class SparseCache(NamedTuple):
         T, lengths = k.shape[2], tuple(n + k.shape[2] for n in self.lengths)
         new = last_positions(lengths, T, k.device).expand(len(k), T).to(torch.int32)
         place = torch.cat([self.place, 1 + new.unsqueeze(1)], dim=2)
-        in_place = T <= _PRUNE_EVERY  # a buffer for more tokens could be far larger than the columns that are kept
-        k_all, v_all, buffer = _extend(self.k.to(k.dtype), self.v.to(v.dtype), self.buffer, k, v, in_place)
+        in_place = (
+            T <= _PRUNE_EVERY
+        )  # a buffer for more tokens could be far larger than the columns that are kept
+        k_all, v_all, buffer = _extend(
+            self.k.to(k.dtype), self.v.to(v.dtype), self.buffer, k, v, in_place
+        )
         after = SparseCache(k_all, v_all, place, lengths, buffer)
         due = max(lengths) // _PRUNE_EVERY > max(self.lengths) // _PRUNE_EVERY
         if due or reach_of(patterns) is not None:
@@ -155,7 +175,9 @@ class SparseCache(NamedTuple):
         n = int(needed.sum(1).max())
         if n == S:
             return self
-        columns = needed.int().argsort(stable=True, dim=1)[:, S - n :]  # (B, n): needed ones last, in order
+        columns = needed.int().argsort(stable=True, dim=1)[
+            :, S - n :
+        ]  # (B, n): needed ones last, in order
         k, v = (x.take_along_dim(columns[:, None, :, None], dim=2) for x in (self.k, self.v))
         return SparseCache(k, v, place.gather(1, columns).unsqueeze(1), self.lengths)
 
@@ -185,14 +207,21 @@ class _Buffer:
 
 
 def _extend(
-    k_before: Tensor, v_before: Tensor, buffer: _Buffer | None, k: Tensor, v: Tensor, in_place: bool = True
+    k_before: Tensor,
+    v_before: Tensor,
+    buffer: _Buffer | None,
+    k: Tensor,
+    v: Tensor,
+    in_place: bool = True,
 ) -> tuple[Tensor, Tensor, _Buffer | None]:
     """Append T columns to S: keys (B, H, S + T, D), values (B, H, S + T, E), and the buffer that they are in."""
     if torch.is_grad_enabled() or not in_place:  # a backward pass may need the earlier contents
         return torch.cat([k_before, k], dim=2), torch.cat([v_before, v], dim=2), None
     n = k_before.shape[2] + k.shape[2]
     if buffer is None or not buffer.can_extend(k_before, k.shape[2]):
-        buffer = _Buffer(k_before, v_before, max(_SMALLEST_ROOM, 2 * n))  # doubling copies each token once or twice
+        buffer = _Buffer(
+            k_before, v_before, max(_SMALLEST_ROOM, 2 * n)
+        )  # doubling copies each token once or twice
     buffer.write(k, v)
     columns = slice(buffer.written - n, buffer.written)
     return buffer.k[:, :, columns], buffer.v[:, :, columns], buffer

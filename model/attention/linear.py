@@ -7,7 +7,11 @@ from torch import Tensor
 
 from model.attention.base import AttentionSettings, Forgetting, MultiHeadAttention
 from model.ops.custom import accumulation_dtype
-from model.ops.linear_attention import LinearAttentionState, linear_attention, naive_linear_attention
+from model.ops.linear_attention import (
+    LinearAttentionState,
+    linear_attention,
+    naive_linear_attention,
+)
 
 
 class LinearConfig(AttentionSettings, defaults="model/attention/linear"):
@@ -32,7 +36,13 @@ class LinearAttention(MultiHeadAttention):
     resets = True
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, forgetting: Forgetting, state: Any, return_state: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        forgetting: Forgetting,
+        state: Any,
+        return_state: bool,
     ) -> tuple[Tensor, LinearAttentionState]:
         return linear_attention(q, k, v, state, forgetting.log_f)
 

@@ -10,7 +10,12 @@ from torch import Tensor
 from model.attention.base import Attention, AttentionSettings, Forgetting
 from model.ops.custom import accumulation_dtype
 from model.ops.gates import forgotten
-from model.ops.log_attention import LogAttentionState, log_attention, naive_log_attention, split_signs
+from model.ops.log_attention import (
+    LogAttentionState,
+    log_attention,
+    naive_log_attention,
+    split_signs,
+)
 from model.ops.log_attention.state import empty_state
 from model.position import Rotation
 
@@ -77,13 +82,24 @@ class LogSpaceAttention(Attention):
     def split(self, features: Tensor) -> Sequence[Tensor]:
         """(B, T, n_qkv) -> q and k (B, n_head, T, d_key), log_v (B, n_head, T, d_val)."""
         heads = features.unflatten(2, (self.n_head, -1))
-        return [part.transpose(1, 2) for part in heads.split([self.d_key, self.d_key, self.d_val], dim=-1)]
+        return [
+            part.transpose(1, 2)
+            for part in heads.split([self.d_key, self.d_key, self.d_val], dim=-1)
+        ]
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, forgetting: Forgetting, state: Any, return_state: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        forgetting: Forgetting,
+        state: Any,
+        return_state: bool,
     ) -> tuple[Tensor, LogAttentionState | None]:
         # Without return_state, the operator skips checking that the state is exact.
-        found: Any = log_attention(q, k, v, forgetting.log_f, state=state, return_state=return_state)
+        found: Any = log_attention(
+            q, k, v, forgetting.log_f, state=state, return_state=return_state
+        )
         return found if return_state else (found, None)
 
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
@@ -91,7 +107,9 @@ class LogSpaceAttention(Attention):
 
     def empty(self, B: int, device: torch.device) -> LogAttentionState:
         no_tokens = torch.empty(B, self.n_head, 0, 1, dtype=self.qkv.weight.dtype, device=device)
-        q, log_v = (no_tokens.expand(-1, -1, -1, n) for n in (self.state_features, self.signs * self.d_val))
+        q, log_v = (
+            no_tokens.expand(-1, -1, -1, n) for n in (self.state_features, self.signs * self.d_val)
+        )
         return empty_state(q, log_v)
 
     def flops_per_token(self, seq_len: int) -> int:
@@ -104,19 +122,29 @@ class LogSpaceSignedAttention(LogSpaceAttention):
     signs = 2
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, forgetting: Forgetting, state: Any, return_state: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        forgetting: Forgetting,
+        state: Any,
+        return_state: bool,
     ) -> tuple[Tensor, LogAttentionState | None]:
         dtype = v.dtype
         # Not in 16 bits: rounding log v costs more than rounding v.
         v = _away_from_zero(v.to(accumulation_dtype(v)))
-        log_y, after = super().attend(q, k, split_signs(v.abs().log(), v.sign()), forgetting, state, return_state)
+        log_y, after = super().attend(
+            q, k, split_signs(v.abs().log(), v.sign()), forgetting, state, return_state
+        )
         positive, negative = log_y.exp().chunk(2, dim=-1)
         return (positive - negative).to(dtype), after
 
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
         """softmax(log(exp(q) exp(k)^T)) v with explicit weights, to which the signs of v do not matter."""
         terms = q.unsqueeze(3) + k.unsqueeze(2)  # (B, H, T, T, d_k)
-        scores = (terms if log_f is None else terms + forgotten(log_f)).logsumexp(-1)  # (B, H, T, T)
+        scores = (terms if log_f is None else terms + forgotten(log_f)).logsumexp(
+            -1
+        )  # (B, H, T, T)
         return scores.masked_fill(~self.mask(q.shape[2]), -torch.inf).softmax(-1) @ v
 
 

@@ -78,12 +78,18 @@ class LongformerAttention(SparseAttention):
             q_g, new_k, new_v = self.project(self.qkv_global(x[:, :n]), first)
             k_g, v_g = self._keep(k_g, new_k, before), self._keep(v_g, new_v, before)
             i = last_positions(tuple(start + n for start in before), n, x.device)  # (B or 1, n)
-            mask = torch.arange(self.n_global, device=x.device) <= i.unsqueeze(2)  # (B or 1, n, n_global)
+            mask = torch.arange(self.n_global, device=x.device) <= i.unsqueeze(
+                2
+            )  # (B or 1, n, n_global)
             gqa = self.n_kv_head < self.n_head
-            y_g = scaled_dot_product_attention(q_g, k_g, v_g, attn_mask=mask.unsqueeze(1), enable_gqa=gqa)
+            y_g = scaled_dot_product_attention(
+                q_g, k_g, v_g, attn_mask=mask.unsqueeze(1), enable_gqa=gqa
+            )
             is_global = (i < self.n_global)[:, None, :, None]
             y = torch.cat([y_g.where(is_global, y[:, :, :n]), y[:, :, n:]], dim=2)
-        return self.join(y, rotation), LongformerState(after, k_g, v_g) if after and return_state else None
+        return self.join(y, rotation), LongformerState(
+            after, k_g, v_g
+        ) if after and return_state else None
 
     def _keep(self, kept: Tensor | None, new: Tensor, before: tuple[int, ...]) -> Tensor:
         """Add new global tokens to (B, n_kv_head, n_global, head_dim); row b has before[b] earlier tokens."""
@@ -91,7 +97,9 @@ class LongformerAttention(SparseAttention):
             return pad(new, (0, 0, 0, self.n_global - new.shape[2]))
         kept = kept.clone()  # the earlier state must not change
         for row, start in enumerate(before):
-            kept[row, :, start : start + new.shape[2]] = new[row, :, : max(self.n_global - start, 0)]
+            kept[row, :, start : start + new.shape[2]] = new[
+                row, :, : max(self.n_global - start, 0)
+            ]
         return kept
 
     def flops_per_token(self, seq_len: int) -> int:

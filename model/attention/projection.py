@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from model.attention.base import Forgetting, GroupedSettings, MultiHeadAttention
 from model.attention.cache import KVCache, attend_to_all
 from model.ops.custom import accumulation_dtype
-from model.ops.projection_attention import inner_keys, inner_queries, naive_projection_attention, padded_values
+from model.ops.projection_attention import (
+    inner_keys,
+    inner_queries,
+    naive_projection_attention,
+    padded_values,
+)
 from model.position import Rotation, rotate
 
 
@@ -38,7 +43,9 @@ class ProjectionAttention(MultiHeadAttention):
     """
 
     def __init__(self, settings: ProjectionConfig, n_embd: int, n_head: int, head_dim: int) -> None:
-        super().__init__(n_embd, n_head, head_dim, settings.n_kv_head, own_values=settings.values == "own")
+        super().__init__(
+            n_embd, n_head, head_dim, settings.n_kv_head, own_values=settings.values == "own"
+        )
         self.first_sigma = head_dim**0.25 if settings.sigma is None else settings.sigma
         self.log_sigma = nn.Parameter(torch.empty(n_head)) if settings.learned else None
 
@@ -56,15 +63,25 @@ class ProjectionAttention(MultiHeadAttention):
         return weight.new_full((self.n_head,), self.first_sigma, dtype=accumulation_dtype(weight))
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, forgetting: Forgetting, state: Any, return_state: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        forgetting: Forgetting,
+        state: Any,
+        return_state: bool,
     ) -> tuple[Tensor, KVCache | None]:
         q, k = inner_queries(q, self.sigma), inner_keys(k)  # (B, H, T, D'), (B, H_kv, T, D')
         v = padded_values(v) if self.own_values else k[..., :0]  # keys are cached once
-        y, after = attend_to_all(state, q, k, v, return_state, forgetting.document_starts, scale=1.0)
+        y, after = attend_to_all(
+            state, q, k, v, return_state, forgetting.document_starts, scale=1.0
+        )
         return y[..., : self.head_dim], after
 
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
-        return naive_projection_attention(q, self.repeated(k), self.repeated(v), self.sigma, self.mask(q.shape[2]))
+        return naive_projection_attention(
+            q, self.repeated(k), self.repeated(v), self.sigma, self.mask(q.shape[2])
+        )
 
     def join(self, y: Tensor, rotation: Rotation | None) -> Tensor:
         if rotation is not None and not self.own_values:

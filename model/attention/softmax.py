@@ -38,12 +38,16 @@ class SoftmaxConfig(GroupedSettings, defaults="model/attention/softmax"):
     @model_validator(mode="after")
     def _kernel_fits(self) -> "SoftmaxConfig":
         if self.kernel != "auto" and self.decay != "none":
-            raise ValueError(f"kernel={self.kernel} cannot be used with decay={self.decay}: use auto")
+            raise ValueError(
+                f"kernel={self.kernel} cannot be used with decay={self.decay}: use auto"
+            )
         return self
 
     def check_documents(self) -> None:
         if self.kernel != "auto":
-            raise ValueError(f"kernel={self.kernel} cannot be used with data.document_reset=true, a mask: use auto")
+            raise ValueError(
+                f"kernel={self.kernel} cannot be used with data.document_reset=true, a mask: use auto"
+            )
 
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "SoftmaxAttention":
         return SoftmaxAttention(self, n_embd, n_head, head_dim)
@@ -57,14 +61,22 @@ class SoftmaxAttention(MultiHeadAttention):
         self.kernel = settings.kernel
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, forgetting: Forgetting, state: Any, return_state: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        forgetting: Forgetting,
+        state: Any,
+        return_state: bool,
     ) -> tuple[Tensor, Any]:
         log_f, starts = forgetting
         if log_f is not None and state is None and not return_state:
             y = forgetting_attention(q, k, v, log_f, starts)
             if y is not None:
                 return y, None
-        if log_f is not None:  # in float32 or float64: rounded scores would leave nothing of the gates' gradients
+        if (
+            log_f is not None
+        ):  # in float32 or float64: rounded scores would leave nothing of the gates' gradients
             wide = accumulation_dtype(q)
             with torch.autocast(q.device.type, enabled=False):
                 q_k_v = q.to(wide), k.to(wide), v.to(wide)
@@ -72,12 +84,25 @@ class SoftmaxAttention(MultiHeadAttention):
             return y.to(q.dtype), after
         whole_text = state is None and starts is None
         if whole_text:
-            _say_kernel(self.kernel, q.device.type, q.dtype, self.n_head, self.n_kv_head, self.head_dim)
-        with sdpa_kernel(_KERNELS[self.kernel]) if whole_text and self.kernel != "auto" else nullcontext():
+            _say_kernel(
+                self.kernel, q.device.type, q.dtype, self.n_head, self.n_kv_head, self.head_dim
+            )
+        with (
+            sdpa_kernel(_KERNELS[self.kernel])
+            if whole_text and self.kernel != "auto"
+            else nullcontext()
+        ):
             return attend_to_all(state, q, k, v, return_state, starts)
 
     def _attend_and_forget(
-        self, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, log_f: Tensor, starts: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: Any,
+        return_state: bool,
+        log_f: Tensor,
+        starts: Tensor | None,
     ) -> tuple[Tensor, Any]:
         """Add a_t - a_j to the scores, a being the sum of log_f over the text so far, by features of q and k.
 
@@ -99,14 +124,18 @@ class SoftmaxAttention(MultiHeadAttention):
 
 
 @assume_constant_result
-def _say_kernel(asked: str, device: str, dtype: torch.dtype, n_head: int, n_kv_head: int, head_dim: int) -> str:
+def _say_kernel(
+    asked: str, device: str, dtype: torch.dtype, n_head: int, n_kv_head: int, head_dim: int
+) -> str:
     used = kernel_in_use(asked, device, dtype, n_head, n_kv_head, head_dim)
     say_once(f"softmax attention by torch's {used} kernel")
     return used
 
 
 @functools.cache
-def kernel_in_use(asked: str, device: str, dtype: torch.dtype, n_head: int, n_kv_head: int, head_dim: int) -> str:
+def kernel_in_use(
+    asked: str, device: str, dtype: torch.dtype, n_head: int, n_kv_head: int, head_dim: int
+) -> str:
     """Return which of torch's kernels such a model uses for whole texts: "flash", "efficient", "cudnn" or "math".
 
     Raises:
@@ -128,8 +157,13 @@ def kernel_in_use(asked: str, device: str, dtype: torch.dtype, n_head: int, n_kv
 
 def _runs(name: str, q: Tensor, kv: Tensor) -> bool:
     try:
-        with warnings.catch_warnings(action="ignore"), sdpa_kernel(_KERNELS[name]):  # torch warns why it cannot
-            scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=kv.shape[1] < q.shape[1])
+        with (
+            warnings.catch_warnings(action="ignore"),
+            sdpa_kernel(_KERNELS[name]),
+        ):  # torch warns why it cannot
+            scaled_dot_product_attention(
+                q, kv, kv, is_causal=True, enable_gqa=kv.shape[1] < q.shape[1]
+            )
     except RuntimeError:
         return False
     return True

@@ -12,7 +12,14 @@ from model.attention.base import Forgetting, GroupedSettings, MultiHeadAttention
 from model.attention.cache import SparseCache
 from model.ops.custom import disable
 from model.ops.sparse_attention.attend import document_attention, sparse_attention
-from model.ops.sparse_attention.patterns import Pattern, fixed, is_by_distance, pattern_mask, strided, window
+from model.ops.sparse_attention.patterns import (
+    Pattern,
+    fixed,
+    is_by_distance,
+    pattern_mask,
+    strided,
+    window,
+)
 from model.position import last_positions
 
 LARGEST = 2**20
@@ -39,8 +46,12 @@ class SlidingWindowConfig(GroupedSettings, defaults="model/attention/sliding_win
                 raise ValueError(message)
 
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "SparseAttention":
-        windows, dilations = (x if isinstance(x, tuple) else (x,) * n_head for x in (self.window, self.dilation))
-        patterns = [window(size or 0, gap or 0) for size, gap in zip(windows, dilations, strict=True)]
+        windows, dilations = (
+            x if isinstance(x, tuple) else (x,) * n_head for x in (self.window, self.dilation)
+        )
+        patterns = [
+            window(size or 0, gap or 0) for size, gap in zip(windows, dilations, strict=True)
+        ]
         return SparseAttention(n_embd, n_head, head_dim, self.n_kv_head, patterns)
 
 
@@ -88,7 +99,9 @@ class FixedConfig(_TwoSetsConfig, defaults="model/attention/fixed"):
     @model_validator(mode="after")
     def _width_fits(self) -> "FixedConfig":
         if self.width > self.size:
-            raise ValueError(f"width={self.width} is more than a block has: use 1 to size={self.size}")
+            raise ValueError(
+                f"width={self.width} is more than a block has: use 1 to size={self.size}"
+            )
         return self
 
     def pattern(self, which: str) -> Pattern:
@@ -104,7 +117,12 @@ class SparseAttention(MultiHeadAttention):
     """
 
     def __init__(
-        self, n_embd: int, n_head: int, head_dim: int, n_kv_head: int | None, patterns: Sequence[Pattern]
+        self,
+        n_embd: int,
+        n_head: int,
+        head_dim: int,
+        n_kv_head: int | None,
+        patterns: Sequence[Pattern],
     ) -> None:
         """Heads take turns with `patterns`."""
         super().__init__(n_embd, n_head, head_dim, n_kv_head)
@@ -112,7 +130,13 @@ class SparseAttention(MultiHeadAttention):
         self.by_distance = all(map(is_by_distance, patterns))
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, forgetting: Forgetting, state: Any, return_state: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        forgetting: Forgetting,
+        state: Any,
+        return_state: bool,
     ) -> tuple[Tensor, SparseCache | None]:
         starts = forgetting.document_starts
         if starts is not None and return_state and state is None:
@@ -146,7 +170,9 @@ class SparseAttention(MultiHeadAttention):
             seen = mask.flatten(0, 2).any(0).nonzero().squeeze(1)
             if 0 < 2 * len(seen) < k.shape[2]:  # copying these keys costs less than reading all
                 k, v, mask = (x.index_select(dim, seen) for x, dim in ((k, 2), (v, 2), (mask, 3)))
-        return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=k.shape[1] < q.shape[1]), after
+        return scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, enable_gqa=k.shape[1] < q.shape[1]
+        ), after
 
     def mask(self, T: int) -> Tensor:
         t = torch.arange(T, device=self.qkv.weight.device)
@@ -156,6 +182,10 @@ class SparseAttention(MultiHeadAttention):
         """Scores and their product with the values, for the keys that a token attends to on average."""
         j = torch.arange(seq_len, device="cpu")
         # Long texts are sampled at steps of the golden ratio, which do not coincide with the period of a pattern.
-        i = j if seq_len <= _SAMPLES else (torch.arange(_SAMPLES, device="cpu") * 0.6180339887 % 1 * seq_len).long()
+        i = (
+            j
+            if seq_len <= _SAMPLES
+            else (torch.arange(_SAMPLES, device="cpu") * 0.6180339887 % 1 * seq_len).long()
+        )
         mask = pattern_mask(self.patterns, i, j)  # (1 or n_head, queries, seq_len)
         return round(4 * self.n_head * self.head_dim * float(mask.sum() / (len(mask) * len(i))))

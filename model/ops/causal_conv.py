@@ -64,10 +64,14 @@ class _CausalConv(torch.autograd.Function):
         y = padded[:, len(weight) - 1 :] * weight[-1]
         for earlier, row in zip(_earlier(padded, weight, others), weight, strict=False):
             y.addcmul_(earlier, row)
-        return y.view_as(y)  # compiled by torch 2.11, a result that was written in place would lose its gradient
+        return y.view_as(
+            y
+        )  # compiled by torch 2.11, a result that was written in place would lose its gradient
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor
+    ) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod

@@ -58,7 +58,11 @@ class Wrong(Exception):
 
 @functools.cache
 def failed_check(
-    name: str, check: Callable[..., None], device: str, seconds: float = SECONDS, **arguments: Hashable
+    name: str,
+    check: Callable[..., None],
+    device: str,
+    seconds: float = SECONDS,
+    **arguments: Hashable,
 ) -> str | None:
     """Return why a check fails here, in the rest of a sentence, or None if it passes.
 
@@ -77,15 +81,22 @@ def failed_check(
         path = make_directory(cache_folder(), "XDG_CACHE_HOME") / f"{key}.json"
         outcome = _read(path)
         if outcome is None:
-            where, minutes = f"on this machine ({about['device']})", f"{math.ceil(seconds / 60)} minutes"
+            where, minutes = (
+                f"on this machine ({about['device']})",
+                f"{math.ceil(seconds / 60)} minutes",
+            )
             say_once(f"checking {name} {where}, once: this takes at most {minutes}")
             with owned(path.with_suffix(".lock"), _still_waiting):
-                outcome = _read(path) or _run_and_keep(path, name, about, {"device": device, **arguments}, seconds)
+                outcome = _read(path) or _run_and_keep(
+                    path, name, about, {"device": device, **arguments}, seconds
+                )
     except (UserError, OSError) as error:
         outcomes[name] = f"cannot be checked: {error}"
         return outcomes[name]
     again = f"to check again, remove log_gpt/checks/{path.name} from the folder of caches"
-    outcomes[name] = outcome["failure"] and f"{outcome['failure']} ({again if path.exists() else 'not kept'})"
+    outcomes[name] = (
+        outcome["failure"] and f"{outcome['failure']} ({again if path.exists() else 'not kept'})"
+    )
     return outcomes[name]
 
 
@@ -108,7 +119,11 @@ def _still_waiting() -> None:
 
 def cache_folder() -> Path:
     """The folder of the outcomes, one JSON file each."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "log_gpt" / "checks"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+        / "log_gpt"
+        / "checks"
+    )
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -118,13 +133,17 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _about(check: Callable[..., None], device: str, arguments: dict[str, Hashable]) -> dict[str, Any]:
+def _about(
+    check: Callable[..., None], device: str, arguments: dict[str, Hashable]
+) -> dict[str, Any]:
     """Return all that an outcome depends on."""
     gpu = torch.cuda.get_device_properties(device) if device != "cpu" else None
     return {
         "check": f"{check.__module__}:{check.__qualname__}",
         "arguments": arguments,
-        "device": cpu_name() if gpu is None else f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}",
+        "device": cpu_name()
+        if gpu is None
+        else f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}",
         "torch": torch.__version__,
         "triton": triton_version(),
         "sources": digest_of_sources(Path(inspect.getfile(check)).parent),
@@ -134,7 +153,9 @@ def _about(check: Callable[..., None], device: str, arguments: dict[str, Hashabl
 def digest_of_sources(*folders: Path) -> str:
     """Return a hash of the Python files of the operators and of other folders."""
     digest = hashlib.sha256()
-    for file in sorted({file for folder in (Path(__file__).parent, *folders) for file in folder.rglob("*.py")}):
+    for file in sorted(
+        {file for folder in (Path(__file__).parent, *folders) for file in folder.rglob("*.py")}
+    ):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 
@@ -163,9 +184,16 @@ def _run(check: str, arguments: dict[str, Any], seconds: float) -> tuple[str | N
     line = [sys.executable, "-m", __name__, check, json.dumps(arguments)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), NESTED: "1"}
     own_group = NESTED not in os.environ  # a check inside a check ends with it
-    with tempfile.TemporaryFile() as output:  # processes that it leaves behind could keep a pipe open
+    with (
+        tempfile.TemporaryFile() as output
+    ):  # processes that it leaves behind could keep a pipe open
         process = subprocess.Popen(
-            line, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, start_new_session=own_group
+            line,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=env,
+            start_new_session=own_group,
         )
         status, end = None, time.monotonic() + seconds
         try:
@@ -210,7 +238,9 @@ def outputs(operator: Callable[..., Tensors], leaves: Tensors) -> Outputs:
     leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
     results = operator(**leaves)
     generator = torch.Generator().manual_seed(1)
-    given = [torch.randn(y.shape, generator=generator).bfloat16().to(y) for y in results.values()]  # in every type
+    given = [
+        torch.randn(y.shape, generator=generator).bfloat16().to(y) for y in results.values()
+    ]  # in every type
     gradients = torch.autograd.grad(list(results.values()), list(leaves.values()), given)
     named = {f"the gradient of {name}": x for name, x in zip(leaves, gradients, strict=True)}
     return Outputs({name: y.detach() for name, y in results.items()}, named)
@@ -248,19 +278,28 @@ def compare(
 
 def judge(case: str, got: Outputs, own: Outputs, exact: Outputs, rounding: float) -> None:
     """Raise `Wrong` if an error of `got` is larger than `compare` allows."""
-    largest, shares = max(x.abs().max().item() for x in exact.gradients.values()), dict[str, float]()
+    largest, shares = (
+        max(x.abs().max().item() for x in exact.gradients.values()),
+        dict[str, float](),
+    )
     for part, name in ((kind, name) for kind in Outputs._fields for name in getattr(got, kind)):
-        y, y_own, truth = (getattr(outputs, part)[name].detach().double().cpu() for outputs in (got, own, exact))
+        y, y_own, truth = (
+            getattr(outputs, part)[name].detach().double().cpu() for outputs in (got, own, exact)
+        )
         last_place = torch.finfo(getattr(got, part)[name].dtype).eps * truth.abs()
         error = ((y - truth).abs() - last_place).max().item()
         own_error, size = (y_own - truth).abs().max().item(), truth.abs().max().item()
-        floor = rounding + 1e-6 * max(1.0, size) if part == "results" else (rounding + 1e-6) * largest
+        floor = (
+            rounding + 1e-6 * max(1.0, size) if part == "results" else (rounding + 1e-6) * largest
+        )
         allowed = 2 * own_error + floor
         shares[name] = error / (allowed or 1.0)
         if not error <= allowed:  # NaN is wrong too
             raise Wrong(f"{name} is off by {error:.1e}, and {allowed:.1e} is allowed ({case})")
     name = max(shares, key=lambda name: shares[name])
-    print(f"{case}: at most {shares[name]:.2f} of the error allowed ({name})")  # kept with the outcome of a check
+    print(
+        f"{case}: at most {shares[name]:.2f} of the error allowed ({name})"
+    )  # kept with the outcome of a check
 
 
 def require_same_bits(case: str, first: Outputs, second: Outputs) -> None:

@@ -73,7 +73,9 @@ def refuse_transforms(operator: str, instead: str, *tensors: Tensor | None) -> N
     Raises:
         NotImplementedError: one line.
     """
-    if not torch.compiler.is_compiling() and any(_is_transformed(x) for x in tensors if x is not None):
+    if not torch.compiler.is_compiling() and any(
+        _is_transformed(x) for x in tensors if x is not None
+    ):
         raise NotImplementedError(
             f"{operator} has no forward-mode derivatives and none by torch.func: use {instead} for these"
         )
@@ -86,7 +88,9 @@ def refuse_second_order(operator: str, instead: str) -> None:
         NotImplementedError: one line.
     """
     if torch.is_grad_enabled():
-        raise NotImplementedError(f"{operator} has no second derivatives (create_graph=True): use {instead} for these")
+        raise NotImplementedError(
+            f"{operator} has no second derivatives (create_graph=True): use {instead} for these"
+        )
 
 
 def _is_transformed(x: Tensor) -> bool:

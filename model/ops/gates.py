@@ -45,7 +45,9 @@ def check_gates(log_f: Tensor, q: Tensor) -> None:
     NaN is allowed if q is not finite: the result is not either, and training says at which step.
     """
     if log_f.shape != (*q.shape[:3], 1):
-        raise ValueError(f"log_f {tuple(log_f.shape)} must be {(*q.shape[:3], 1)}, one gate for a head's token")
+        raise ValueError(
+            f"log_f {tuple(log_f.shape)} must be {(*q.shape[:3], 1)}, one gate for a head's token"
+        )
     if log_f.device.type != "cpu" or torch.compiler.is_compiling():
         return
     highest = float(log_f.detach().amax())
@@ -56,14 +58,20 @@ def check_gates(log_f: Tensor, q: Tensor) -> None:
 def gates_of(log_f: Tensor) -> Gates:
     """Return the factors of gates log_f (n, B, H, C, 1), in the accumulation type."""
     reset = resets_of(log_f)
-    a = running_sum(without(log_f, reset).double(), -2)  # large gates must not round small ones away
+    a = running_sum(
+        without(log_f, reset).double(), -2
+    )  # large gates must not round small ones away
     last = a[..., -1:, :]
     start, end, kept = (x.exp().to(log_f.dtype) for x in (a, last - a, last))
     on_cpu = log_f.device.type == "cpu"
-    if on_cpu and last.amin() > -_REACH[log_f.dtype]:  # a product is faster than a difference and its exponential
+    if (
+        on_cpu and last.amin() > -_REACH[log_f.dtype]
+    ):  # a product is faster than a difference and its exponential
         within = start * (-a).exp().to(log_f.dtype).mT
     else:
-        within = (a - a.mT).tril_().to(log_f.dtype).exp_()  # above the diagonal it would be infinite
+        within = (
+            (a - a.mT).tril_().to(log_f.dtype).exp_()
+        )  # above the diagonal it would be infinite
     if reset is not None:
         segment = reset.cumsum(-2)
         last = segment[..., -1:, :]
@@ -107,5 +115,7 @@ def log_f_gradient(g_q: Tensor, g_k: Tensor, g_after: Tensor, log_f: Tensor) -> 
 def forgotten(log_f: Tensor) -> Tensor:
     """Sum of log_f (B, H, T, 1) over the tokens after j up to t, for every pair: (B, H, T, T, 1), 0 for j >= t."""
     T = log_f.shape[2]
-    later = torch.ones(T, T, dtype=torch.bool, device=log_f.device).tril(-1)  # gate i counts for keys j < i
+    later = torch.ones(T, T, dtype=torch.bool, device=log_f.device).tril(
+        -1
+    )  # gate i counts for keys j < i
     return log_f.unsqueeze(3).where(later.unsqueeze(-1), 0).cumsum(2)

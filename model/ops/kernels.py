@@ -59,11 +59,19 @@ def choose_form(
     *_, plain, fast = forms
     if backend == "auto":
         on_gpu = device.type == "cuda"
-        return _fastest_on_gpu(operator, plain, fast, find_check, why_not, device.index, *facts) if on_gpu else plain
+        return (
+            _fastest_on_gpu(operator, plain, fast, find_check, why_not, device.index, *facts)
+            if on_gpu
+            else plain
+        )
     if backend not in forms:
-        raise ValueError(f"backend={backend!r} does not exist: choose one of auto, {', '.join(forms)}")
+        raise ValueError(
+            f"backend={backend!r} does not exist: choose one of auto, {', '.join(forms)}"
+        )
     if backend == fast and (reason := why_not(device.type, device.index, *facts[0])):
-        raise ValueError(f"backend={backend!r} {reason}; use backend={plain!r}, which runs everywhere")
+        raise ValueError(
+            f"backend={backend!r} {reason}; use backend={plain!r}, which runs everywhere"
+        )
     return backend
 
 
@@ -81,7 +89,9 @@ def _fastest_on_gpu(
     reason = why_not("cuda", index, *facts[0])
     if reason is None:
         dtypes, sizes = zip(*facts, strict=True)
-        check, arguments = find_check(tuple(str(dtype).removeprefix("torch.") for dtype in dtypes), sizes)
+        check, arguments = find_check(
+            tuple(str(dtype).removeprefix("torch.") for dtype in dtypes), sizes
+        )
         reason = failed_check(f"{operator} by {fast}", check, f"cuda:{index}", **arguments)
     if reason:
         say_once(f"{operator} uses {plain}, which is slower: {fast} {reason}")

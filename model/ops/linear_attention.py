@@ -38,7 +38,11 @@ def naive_linear_attention(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None
 
 
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState | None = None, log_f: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: LinearAttentionState | None = None,
+    log_f: Tensor | None = None,
 ) -> tuple[Tensor, LinearAttentionState]:
     """Causal attention with similarity phi(q)^T phi(k), phi(x) = elu(x) + 1.
 
@@ -58,9 +62,17 @@ def linear_attention(
     Raises:
         ValueError: shapes do not match, or a gate is above 0 or NaN (as for `log_attention`).
     """
-    if not (q.dim() == v.dim() == 4 and q.shape == k.shape and q.shape[:3] == v.shape[:3] and q.numel() and v.numel()):
+    if not (
+        q.dim() == v.dim() == 4
+        and q.shape == k.shape
+        and q.shape[:3] == v.shape[:3]
+        and q.numel()
+        and v.numel()
+    ):
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
-        raise ValueError(f"{shapes} do not match (B, H, T, d), (B, H, T, d), (B, H, T, d_v), each at least 1")
+        raise ValueError(
+            f"{shapes} do not match (B, H, T, d), (B, H, T, d), (B, H, T, d_v), each at least 1"
+        )
     dtype = accumulation_dtype(q)
     if log_f is not None:
         check_gates(log_f, q)
@@ -79,7 +91,9 @@ def linear_attention(
 
 def _features(x: Tensor) -> Tensor:
     """elu(x) + 1 with full relative precision: in float32, exp(-20) - 1 + 1 would be 0."""
-    return x.relu() + x.where(x <= 0, 0).exp()  # the gradient of clamp at its bound differs between versions of torch
+    return (
+        x.relu() + x.where(x <= 0, 0).exp()
+    )  # the gradient of clamp at its bound differs between versions of torch
 
 
 def _step(
@@ -99,17 +113,23 @@ def _chunks(
     T = f_q.shape[2]
     C = min(CHUNK, T)
     tensors = (f_q, f_k, v, f_q[..., :0] if log_f is None else log_f)
-    q, k, v, f = (pad(x, (0, 0, 0, -T % C)).unflatten(2, (-1, C)) for x in tensors)  # (B, H, N, C, .), zeros at the end
+    q, k, v, f = (
+        pad(x, (0, 0, 0, -T % C)).unflatten(2, (-1, C)) for x in tensors
+    )  # (B, H, N, C, .), zeros at the end
     gates = NO_GATES if log_f is None else gates_of(f)
     to_end = times(k, gates.end)
     S = torch.cat([state.S.unsqueeze(2), to_end.mT @ v], dim=2)  # (B, H, N + 1, d, d_v)
     z = torch.cat([state.z.unsqueeze(2), to_end.sum(3)], dim=2).unsqueeze(-1)  # (B, H, N + 1, d, 1)
-    S, z = (running_sum(x, 2) if gates.kept is None else _decayed_sums(x, gates.kept) for x in (S, z))
+    S, z = (
+        running_sum(x, 2) if gates.kept is None else _decayed_sums(x, gates.kept) for x in (S, z)
+    )
     A = (q @ k.mT).tril() if gates.within is None else (q @ k.mT) * gates.within  # (B, H, N, C, C)
     from_start = times(q, gates.start)
     sums = from_start @ S[:, :, :-1] + A @ v  # (B, H, N, C, d_v)
     norms = from_start @ z[:, :, :-1] + A.sum(-1, keepdim=True)  # (B, H, N, C, 1)
-    last = LinearAttentionState(S[:, :, -1].clone(), z[:, :, -1, :, 0].clone())  # views would keep all chunks' states
+    last = LinearAttentionState(
+        S[:, :, -1].clone(), z[:, :, -1, :, 0].clone()
+    )  # views would keep all chunks' states
     return sums.flatten(2, 3)[:, :, :T], norms.flatten(2, 3)[:, :, :T], last
 
 

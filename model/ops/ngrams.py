@@ -53,10 +53,16 @@ def ngram_followers(
     """
     (recent, table), T, spare = state, token_ids.shape[1], state.table.shape[2] - 1
     ids = torch.cat([recent, token_ids], dim=1)
-    number = torch.zeros_like(ids) if starts is None else pad(starts.cumsum(1), (ids.shape[1] - T, 0))
+    number = (
+        torch.zeros_like(ids) if starts is None else pad(starts.cumsum(1), (ids.shape[1] - T, 0))
+    )
     document, last_document = number[:, None, -1 - T :], number[:, None, -1:]
-    slots, hashes = _hashes(ids, number, lengths, spare)  # (B, lengths, 1 + T): from the last of `recent` on
-    entries = (hashes[..., :T] << _ID_BITS) + token_ids.unsqueeze(1)  # a string, and what follows it
+    slots, hashes = _hashes(
+        ids, number, lengths, spare
+    )  # (B, lengths, 1 + T): from the last of `recent` on
+    entries = (hashes[..., :T] << _ID_BITS) + token_ids.unsqueeze(
+        1
+    )  # a string, and what follows it
 
     # A string finds what the string before it in its slot left there, or else what is in the table. Each document has
     # slots of its own in this order, and the table is that of the first.
@@ -64,10 +70,14 @@ def ngram_followers(
     order = own_slots.argsort(dim=2, stable=True)
     in_order, back = own_slots.gather(2, order), order.argsort(dim=2)
     same = in_order[..., 1:] == in_order[..., :-1]
-    before = pad(order[..., :-1].where(same, _NONE), (1, 0), value=_NONE).gather(2, back)  # an index; -1: none
+    before = pad(order[..., :-1].where(same, _NONE), (1, 0), value=_NONE).gather(
+        2, back
+    )  # an index; -1: none
     found = table.gather(2, slots).masked_fill(document > 0, _NONE)
     found = entries.gather(2, before.clamp(0, T - 1)).where(before >= 0, found)
-    followers = followers_in(found).where((slots < spare) & (found >> _ID_BITS == hashes), _NONE)[..., 1:]
+    followers = followers_in(found).where((slots < spare) & (found >> _ID_BITS == hashes), _NONE)[
+        ..., 1:
+    ]
 
     is_last = pad(~same | (order[..., 1:] == T), (0, 1), value=True).gather(2, back)
     written = (is_last & (slots < spare) & (document == last_document))[..., :T]
@@ -82,7 +92,9 @@ def followers_in(table: Tensor) -> Tensor:
     return torch.where(table >= 0, table & (2**_ID_BITS - 1), _NONE)
 
 
-def _hashes(ids: Tensor, number: Tensor, lengths: Sequence[int], spare: int) -> tuple[Tensor, Tensor]:
+def _hashes(
+    ids: Tensor, number: Tensor, lengths: Sequence[int], spare: int
+) -> tuple[Tensor, Tensor]:
     """The slot of the string of each length that ends at each token, and its hash: (B, lengths, T - max(lengths) + 1).
 
     Strings that would begin before their document have the slot `spare`. `number` is that of each token's document.
@@ -95,7 +107,10 @@ def _hashes(ids: Tensor, number: Tensor, lengths: Sequence[int], spare: int) -> 
     sums = [torch.zeros_like(seen)] * len(_BASES)
     for n in range(1, 1 + most):
         x = ids[:, most - n : end + 1 - n] + 2
-        sums = [torch.add(s, x, alpha=pow(base, n, _PRIME)) for s, base in zip(sums, _BASES, strict=True)]
+        sums = [
+            torch.add(s, x, alpha=pow(base, n, _PRIME))
+            for s, base in zip(sums, _BASES, strict=True)
+        ]
         if n in lengths:
             kept.append((*sums, seen >= n))
     slots, hashes, whole = (torch.stack(values, dim=1) for values in zip(*kept, strict=True))

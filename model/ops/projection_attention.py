@@ -16,7 +16,9 @@ from torch import Tensor
 from model.ops.custom import accumulation_dtype, aligned
 
 
-def naive_projection_attention(q: Tensor, k: Tensor, v: Tensor, sigma: Tensor, mask: Tensor) -> Tensor:
+def naive_projection_attention(
+    q: Tensor, k: Tensor, v: Tensor, sigma: Tensor, mask: Tensor
+) -> Tensor:
     """The definition: q (B, H, T, D), k and v (B, H, S, D), sigma (H,) -> (B, H, T, D).
 
     Weights are 0 where `mask`, broadcast to (B, H, T, S), is False. All pairs are in memory.

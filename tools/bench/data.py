@@ -31,25 +31,38 @@ def measure(options: Any) -> dict[str, list[Row]]:
     """Encode all documents in one thread, and prepare and verify a dataset as a user would, in each round."""
     with tempfile.TemporaryDirectory(dir=".") as folder:
         dataset_dir = Path(folder, "dataset")
-        words = [*(options.set or ["data=stdlib", "tokenizer=bytes"]), *options_of({"out_dir": str(dataset_dir)})]
+        words = [
+            *(options.set or ["data=stdlib", "tokenizer=bytes"]),
+            *options_of({"out_dir": str(dataset_dir)}),
+        ]
         config = decode(PrepareConfig, to_dict(compose("prepare", words)))
         rounds: list[dict[str, float]] = []
         for _ in range(options.rounds):
             library, n_bytes = encode_alone(config)
             prepared = run("scripts/prepare_data.py", *words)
-            verified = run("scripts/verify_dataset.py", *options_of({"dataset_dir": str(dataset_dir)}))
-            rounds.append({"the library, one thread": library, "prepared": prepared, "verified": verified})
+            verified = run(
+                "scripts/verify_dataset.py", *options_of({"dataset_dir": str(dataset_dir)})
+            )
+            rounds.append(
+                {"the library, one thread": library, "prepared": prepared, "verified": verified}
+            )
             shutil.rmtree(dataset_dir)
     rate = {what: median(n_bytes / 1e6 / seconds[what] for seconds in rounds) for what in rounds[0]}
     of_all = rate["the library, one thread"] * (config.workers or os.cpu_count() or 1)
-    return {"data": [{"what": what, "MB_per_second": own, "x": own / of_all} for what, own in rate.items()]}
+    return {
+        "data": [
+            {"what": what, "MB_per_second": own, "x": own / of_all} for what, own in rate.items()
+        ]
+    }
 
 
 def encode_alone(config: PrepareConfig) -> tuple[float, int]:
     """Return the seconds that the tokenizer's library takes for all documents, and their UTF-8 bytes."""
     tokenizer = build_tokenizer(config.tokenizer)
     encode: Callable[[str], object] = tokenizer.encode
-    if isinstance(tokenizer, RankTokenizer):  # as tiktoken.get_encoding("gpt2"), whose pattern is not this project's
+    if isinstance(
+        tokenizer, RankTokenizer
+    ):  # as tiktoken.get_encoding("gpt2"), whose pattern is not this project's
         ranks = {token: rank for rank, token in enumerate(tokenizer.ranks)}
         encode = tiktoken.Encoding(
             "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={}
@@ -59,7 +72,9 @@ def encode_alone(config: PrepareConfig) -> tuple[float, int]:
         with contextlib.suppress(Unreadable):
             text = config.data.parse(raw).text
             if not isinstance(text, str):
-                raise UserError(f"data={config.data.name} has ids, and this times tokenizers: give a source of texts")
+                raise UserError(
+                    f"data={config.data.name} has ids, and this times tokenizers: give a source of texts"
+                )
             started = time.perf_counter()
             encode(text)
             seconds += time.perf_counter() - started

@@ -46,25 +46,41 @@ def measure(options: Any) -> dict[str, list[Row]]:
     for name in options.models:
         config = config_of([f"model={name}", *overrides], room, 1)
         gpt = GPT(config.model).to(open_runtime(config.runtime).device)
-        _, state = gpt(torch.zeros(1, READ, dtype=torch.int64, device=options.device), return_state=True)
+        _, state = gpt(
+            torch.zeros(1, READ, dtype=torch.int64, device=options.device), return_state=True
+        )
         for at in positions:
             long = stretched(gpt, state, at)
-            decoders[name, at], sizes[name, at] = ours(DecodingStep(gpt, 1), long), state_bytes(long)
+            decoders[name, at], sizes[name, at] = (
+                ours(DecodingStep(gpt, 1), long),
+                state_bytes(long),
+            )
     token = torch.zeros(1, 1, dtype=torch.int64, device=options.device)
 
     def step(decode: Decode) -> None:
         decode(token)[0, 0, 0].item()  # waits for the device
 
     turns = {key: timed(partial(step, decode)) for key, decode in decoders.items()}
-    rate = {key: 1 / statistics.median(found) for key, found in in_turn(turns, options.steps, WARM_UP).items()}
+    rate = {
+        key: 1 / statistics.median(found)
+        for key, found in in_turn(turns, options.steps, WARM_UP).items()
+    }
     first = next(iter(rate))[0]
     rows: list[Row] = [
         {"model": name, "position": at, "tokens_per_second": own, "x": own / rate[first, at]}
         | {"bytes_of_state": sizes.get((name, at))}
         for (name, at), own in rate.items()
     ]
-    last = {name: partial(step, decode) for (name, at), decode in decoders.items() if at == positions[-1]}
-    profiles = {f"a token of {name}": profiled(run, PROFILED - 1) for name, run in last.items() if options.profile}
+    last = {
+        name: partial(step, decode)
+        for (name, at), decode in decoders.items()
+        if at == positions[-1]
+    }
+    profiles = {
+        f"a token of {name}": profiled(run, PROFILED - 1)
+        for name, run in last.items()
+        if options.profile
+    }
     return {"decode": rows, **profiles}
 
 
@@ -72,7 +88,9 @@ def build_hf(config: GPTConfig, max_len: int) -> Any:
     """Hugging Face's GPT-2 with the shape of one of our models, with random weights, in float32."""
     transformers: Any = importlib.import_module("transformers")
     if config.n_head * config.head_features != config.n_embd:
-        raise UserError(f"head_dim={config.head_dim} is not GPT-2's, whose heads share n_embd evenly: set it to null")
+        raise UserError(
+            f"head_dim={config.head_dim} is not GPT-2's, whose heads share n_embd evenly: set it to null"
+        )
     shape = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd")}
     shape |= {"vocab_size": config.n_vocab_padded, "n_positions": max_len}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape))
@@ -91,7 +109,14 @@ def ours(step: DecodingStep, state: Any) -> Decode:
 
 def hugging_face(gpt2: Any, position: int) -> Decode:
     """The same for Hugging Face's model, with a DynamicCache that is stretched to this position."""
-    cache = gpt2(torch.zeros(1, READ, dtype=torch.long, device=gpt2.device), use_cache=True).past_key_values
+    cache = gpt2(
+        torch.zeros(1, READ, dtype=torch.long, device=gpt2.device), use_cache=True
+    ).past_key_values
     for layer in cache.layers:
-        layer.keys, layer.values = repeated_columns(layer.keys, position), repeated_columns(layer.values, position)
-    return lambda token_ids: gpt2(token_ids, past_key_values=cache, use_cache=True).logits  # it changes the cache
+        layer.keys, layer.values = (
+            repeated_columns(layer.keys, position),
+            repeated_columns(layer.values, position),
+        )
+    return lambda token_ids: (
+        gpt2(token_ids, past_key_values=cache, use_cache=True).logits
+    )  # it changes the cache

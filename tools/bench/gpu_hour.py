@@ -30,7 +30,9 @@ def run(minutes: PositiveFloat, out: Path, nanogpt: Path | None) -> None:
     if not torch.cuda.is_available():
         raise UserError("torch sees no GPU here: run make gpu-hour on a machine with one")
     if nanogpt is not None and not (nanogpt / "model.py").is_file():
-        raise UserError(f"nanogpt={nanogpt} has no model.py: name the folder of a clone of nanoGPT, or leave it out")
+        raise UserError(
+            f"nanogpt={nanogpt} has no model.py: name the folder of a clone of nanoGPT, or leave it out"
+        )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the stage ends too
     run_stages(stages_on_gpu(out.absolute(), minutes, nanogpt), minutes, out)
 
@@ -42,21 +44,44 @@ def stages_on_gpu(out: Path, minutes: float, nanogpt: Path | None = None) -> Sta
     """
     short = minutes < 30  # fewer models and lengths
     beside = [] if nanogpt is None else [f"nanogpt={nanogpt.absolute()}"]
-    recipes = "models=pile_125m_2h,pile_125m" if short else "models=gpt2_124m,pile_125m_2h,pile_125m"
+    recipes = (
+        "models=pile_125m_2h,pile_125m" if short else "models=gpt2_124m,pile_125m_2h,pile_125m"
+    )
     decoded = "models=flagship_125m" if short else "models=gpt2_124m,flagship_125m,heinsen_125m"
-    tuning = {} if short else {"tuning": (2.0, ["batch=16", "heads=14", "lengths=1024", "rounds=1"])}
+    tuning = (
+        {} if short else {"tuning": (2.0, ["batch=16", "heads=14", "lengths=1024", "rounds=1"])}
+    )
     times = tuning | {
         "train": (6.0, [recipes, *beside, "batch=16", "steps=10", "rounds=1"]),
         "decode": (1.0, [decoded, "steps=50"]),
-        "operators": (1.0, ["batch=16", "lengths=1024,8192" if short else "lengths=1024,4096,32768"]),
+        "operators": (
+            1.0,
+            ["batch=16", "lengths=1024,8192" if short else "lengths=1024,4096,32768"],
+        ),
     }
-    tests = sorted(path for path in ROOT.glob("tests/**/test_*.py") if "pytest.mark.gpu" in path.read_text("utf-8"))
+    tests = sorted(
+        path
+        for path in ROOT.glob("tests/**/test_*.py")
+        if "pytest.mark.gpu" in path.read_text("utf-8")
+    )
     bench = {
-        what: (share, ["scripts/bench.py", f"what={what}", *options, "profile=true", f"out={out / what}.json"])
+        what: (
+            share,
+            [
+                "scripts/bench.py",
+                f"what={what}",
+                *options,
+                "profile=true",
+                f"out={out / what}.json",
+            ],
+        )
         for what, (share, options) in times.items()
     }
     pytest = f"-m pytest --disable-plugin-autoload -p xdist -n {min(8, os.cpu_count() or 1)} -m gpu -v".split()
-    first, last = ["scripts/doctor.py", "training=false", f"out={out / 'doctor.json'}"], [*pytest, *map(str, tests)]
+    first, last = (
+        ["scripts/doctor.py", "training=false", f"out={out / 'doctor.json'}"],
+        [*pytest, *map(str, tests)],
+    )
     return {"doctor": (6.0, first), **bench, "tests": (2.0, last)}
 
 
@@ -71,12 +96,18 @@ def run_stages(stages: Stages, minutes: float, out: Path) -> None:
         if name in done:
             continue
         started = time.monotonic()
-        limit = (end - started) * share / sum(other for key, (other, _) in stages.items() if key not in done)
+        limit = (
+            (end - started)
+            * share
+            / sum(other for key, (other, _) in stages.items() if key not in done)
+        )
         say(f"{name}: {' '.join(['python', *arguments])}")
         done[name] = report_of(name, arguments, limit, path.parent)
         write_json(path, done)
         say(f"{name}: {done[name]['outcome']}")
-    say(f"written to {path.parent}: report.json has everything, and the .txt files what each stage printed")
+    say(
+        f"written to {path.parent}: report.json has everything, and the .txt files what each stage printed"
+    )
 
 
 def report_of(name: str, arguments: list[str], limit: float, out: Path) -> JsonDict:
@@ -84,12 +115,16 @@ def report_of(name: str, arguments: list[str], limit: float, out: Path) -> JsonD
     figures, output, started = out / f"{name}.json", out / f"{name}.txt", time.time()
     figures.unlink(missing_ok=True)
     outcome = outcome_of(arguments, limit, output)
-    checks = [read_json(path) for path in cache_folder().glob("*.json") if path.stat().st_mtime >= started]
+    checks = [
+        read_json(path) for path in cache_folder().glob("*.json") if path.stat().st_mtime >= started
+    ]
     return {
         "outcome": outcome,
         "minutes": round((time.time() - started) / 60, 2),
         "figures": read_json(figures) if figures.exists() else None,
-        "checks": [{key: one[key] for key in ("name", "failure", "seconds", "output")} for one in checks],
+        "checks": [
+            {key: one[key] for key in ("name", "failure", "seconds", "output")} for one in checks
+        ],
         "printed": output.read_text("utf-8", errors="replace")[-4000:],
     }
 
@@ -100,11 +135,20 @@ def outcome_of(arguments: list[str], seconds: float, output: Path) -> str:
     After nine tenths of the time it is interrupted, as by Ctrl-C: pytest then prints the failures until there.
     """
     packages = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": packages, "PYTHONUNBUFFERED": "1", NESTED: "1"}  # its checks end with it
+    environment = os.environ | {
+        "PYTHONPATH": packages,
+        "PYTHONUNBUFFERED": "1",
+        NESTED: "1",
+    }  # its checks end with it
     command = [sys.executable, *arguments]
     with open(output, "wb") as file:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):

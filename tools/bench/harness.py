@@ -22,7 +22,12 @@ Row = dict[str, Any]
 K = TypeVar("K")
 R = TypeVar("R")
 _KERNELS_SHOWN = 30
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
+WAITS = (
+    "cudaStreamSynchronize",
+    "cudaDeviceSynchronize",
+    "cudaEventSynchronize",
+    "aten::_local_scalar_dense",
+)
 """Calls in which the CPU waits for a GPU. The last is item(), which also counts on a CPU."""
 
 failures: dict[str, str] = {}
@@ -34,7 +39,9 @@ def attempt(name: str, run: Callable[[], R]) -> R | None:
     try:
         return run()
     except Exception as error:
-        failures[name] = f"{type(error).__name__}: {error}".partition("\n")[0].removeprefix("RuntimeError: ")
+        failures[name] = f"{type(error).__name__}: {error}".partition("\n")[0].removeprefix(
+            "RuntimeError: "
+        )
         say(f"{name} fails: {failures[name]}")
         return None
 
@@ -54,7 +61,11 @@ def _plainly(function: Callable[..., R], *arguments: Any) -> R:
     try:
         return function(*arguments)
     except Exception as error:  # the compiler's cannot be sent to another process
-        raise error if isinstance(error, UserError) else RuntimeError(f"{type(error).__name__}: {error}") from None
+        raise (
+            error
+            if isinstance(error, UserError)
+            else RuntimeError(f"{type(error).__name__}: {error}")
+        ) from None
 
 
 def in_turn(runs: Mapping[K, Callable[[], R]], rounds: int, warm_up: int = 0) -> dict[K, list[R]]:
@@ -84,7 +95,9 @@ def profiled(run: Callable[[], object], calls: int = 3) -> list[Row]:
     """Return the kernels of one call by the time that they take, then the waits of the CPU for a GPU."""
     run()  # compiles, and allocates memory
     on_gpu = torch.cuda.is_initialized()
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    ) as profiler:
         for _ in range(calls):
             run()
         if on_gpu:
@@ -94,9 +107,17 @@ def profiled(run: Callable[[], object], calls: int = 3) -> list[Row]:
     key = f"self_{'device' if any(event.self_device_time_total for event in events) else 'cpu'}_time_total"
     total = sum(getattr(event, key) for event in events)
     events = sorted(events, key=lambda event: -getattr(event, key))
-    shown = [*events[:_KERNELS_SHOWN], *(event for event in events[_KERNELS_SHOWN:] if event.key in WAITS)]
+    shown = [
+        *events[:_KERNELS_SHOWN],
+        *(event for event in events[_KERNELS_SHOWN:] if event.key in WAITS),
+    ]
     return [
-        {"kernel": event.key[:100], "calls": event.count / calls, "ms": time / calls / 1e3, "share": time / total}
+        {
+            "kernel": event.key[:100],
+            "calls": event.count / calls,
+            "ms": time / calls / 1e3,
+            "share": time / total,
+        }
         for event in shown
         for time in [getattr(event, key)]
     ]

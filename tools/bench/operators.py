@@ -41,9 +41,14 @@ def measure(options: Any) -> dict[str, list[Row]]:
         if latents > LATENT_BYTES:
             say(f"skipped at {T} tokens: published, its latents alone take {latents / 1e9:.1f} GB")
             operators.pop("published")
-        rows += [{"operator": name, "T": T} | row for name, row in times_of(operators, *inputs, options).items()]
+        rows += [
+            {"operator": name, "T": T} | row
+            for name, row in times_of(operators, *inputs, options).items()
+        ]
         if options.profile:
-            profiles[f"log attention, {T} tokens"] = profiled(partial(outputs, log_attention, *inputs))
+            profiles[f"log attention, {T} tokens"] = profiled(
+                partial(outputs, log_attention, *inputs)
+            )
     return {"operators": rows, **profiles}
 
 
@@ -53,7 +58,9 @@ def attention(device: str, n_head: int) -> dict[str, Operator]:
         "SDPA": partial(scaled_dot_product_attention, is_causal=True),
         "published": naive_log_attention,
         "log attention": log_attention,
-        "log attention, gates": lambda q, k, log_v: log_attention(q, k, log_v, logsigmoid(k[..., :1] + 4)),
+        "log attention, gates": lambda q, k, log_v: log_attention(
+            q, k, log_v, logsigmoid(k[..., :1] + 4)
+        ),
     }
     if device == "cuda":
         found["log attention, chunked"] = partial(log_attention, backend="chunked")
@@ -66,8 +73,14 @@ def attention(device: str, n_head: int) -> dict[str, Operator]:
 def random_inputs(shape: Sequence[int], device: str) -> tuple[list[Tensor], Tensor]:
     """Three leaves, such as q, k and v, which require gradients, and the gradient of the result."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    options: Any = {"generator": torch.Generator(device).manual_seed(0), "device": device, "dtype": dtype}
-    return [torch.randn(shape, **options).requires_grad_() for _ in range(3)], torch.randn(shape, **options)
+    options: Any = {
+        "generator": torch.Generator(device).manual_seed(0),
+        "device": device,
+        "dtype": dtype,
+    }
+    return [torch.randn(shape, **options).requires_grad_() for _ in range(3)], torch.randn(
+        shape, **options
+    )
 
 
 def outputs(operator: Operator, leaves: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
@@ -76,7 +89,9 @@ def outputs(operator: Operator, leaves: Sequence[Tensor], weights: Tensor) -> li
     return [y.detach(), *torch.autograd.grad(y, leaves, weights)]
 
 
-def times_of(operators: dict[str, Operator], leaves: Sequence[Tensor], weights: Tensor, options: Any) -> dict[str, Row]:
+def times_of(
+    operators: dict[str, Operator], leaves: Sequence[Tensor], weights: Tensor, options: Any
+) -> dict[str, Row]:
     """Median milliseconds of each operator: forward without gradients, and forward plus backward, with ratios.
 
     Each turn starts with an untimed pass, so caches and allocations of other operators do not affect the timing.
@@ -84,14 +99,18 @@ def times_of(operators: dict[str, Operator], leaves: Sequence[Tensor], weights: 
     turns = {}
     for name, run in operators.items():
         both = partial(outputs, run, leaves, weights)
-        if attempt(f"{name}, {leaves[0].shape[-2]:,} tokens", both) is None:  # it compiles and tunes, if need be
+        if (
+            attempt(f"{name}, {leaves[0].shape[-2]:,} tokens", both) is None
+        ):  # it compiles and tunes, if need be
             continue
         for key, work in (("forward", torch.no_grad()(partial(run, *leaves))), ("both", both)):
             timer = Timer("run()", globals={"run": work}, num_threads=torch.get_num_threads())
             turns[name, key] = partial(timer.blocked_autorange, min_run_time=options.seconds)
     rows: dict[str, Row] = {}
     for (name, key), found in in_turn(turns, options.rounds).items():
-        rows.setdefault(name, {})[f"{key}_ms"] = 1e3 * statistics.median(one.median for one in found)
+        rows.setdefault(name, {})[f"{key}_ms"] = 1e3 * statistics.median(
+            one.median for one in found
+        )
     for row in rows.values():
         first = next(iter(rows.values()))
         row |= {f"{key}_x": first[f"{key}_ms"] / row[f"{key}_ms"] for key in ("forward", "both")}
@@ -102,7 +121,9 @@ def measure_tuning(options: Any) -> dict[str, list[Row]]:
     """Time log attention with float32 gates, first as it is used, then for all combinations of parameters."""
     if reason := why_not_triton(options.device, None):
         raise UserError(f"what=tuning: backend='triton' {reason}")
-    from model.ops.log_attention import triton as kernels  # importing triton is slow, and it may be missing
+    from model.ops.log_attention import (
+        triton as kernels,
+    )  # importing triton is slow, and it may be missing
 
     shape = options.batch, options.heads, options.lengths[0], options.head_dim
     leaves, weights = random_inputs(shape, options.device)

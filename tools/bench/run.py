@@ -16,9 +16,18 @@ from tools.bench.harness import Row, failures, machine, print_table
 
 MEASURES: dict[str, tuple[Callable[[Any], dict[str, list[Row]]], str]] = {
     "operators": (operators.measure, "operators; x: how many times as fast as the first"),
-    "train": (train.measure, "training steps of {batch} x {seq_len} tokens; x: speed, relative to the first row"),
-    "decode": (decode.measure, "decoding in float32; x: speed, relative to the first row of the same position"),
-    "data": (data.measure, "preparing a dataset; x: speed, relative to the library with as many workers"),
+    "train": (
+        train.measure,
+        "training steps of {batch} x {seq_len} tokens; x: speed, relative to the first row",
+    ),
+    "decode": (
+        decode.measure,
+        "decoding in float32; x: speed, relative to the first row of the same position",
+    ),
+    "data": (
+        data.measure,
+        "preparing a dataset; x: speed, relative to the library with as many workers",
+    ),
     "tuning": (
         operators.measure_tuning,
         "log attention with gates by launch parameters; x: speed, relative to those in use",
@@ -58,7 +67,9 @@ def bench(options: BenchConfig) -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda, but torch sees no GPU here: use device=cpu")
     if options.device == "auto":
-        options = options.model_copy(update={"device": "cuda" if torch.cuda.is_available() else "cpu"})
+        options = options.model_copy(
+            update={"device": "cuda" if torch.cuda.is_available() else "cpu"}
+        )
     if options.out is not None:
         make_directory(options.out.absolute().parent, "out")
         refuse_foreign(b'"machine"', options.out)
@@ -74,4 +85,6 @@ def bench(options: BenchConfig) -> None:
             write_json(options.out, found | {"failures": failures})
             say(f"written to {options.out}")
     if failures:
-        raise UserError(f"{count(len(failures), 'contender')} failed: {', '.join(failures)}; lines above say why")
+        raise UserError(
+            f"{count(len(failures), 'contender')} failed: {', '.join(failures)}; lines above say why"
+        )

@@ -35,11 +35,17 @@ def measure(options: Any) -> dict[str, list[Row]]:
         raise UserError(f"nanogpt={folder} has no model.py: name the folder of a clone of nanoGPT")
     overrides = [*options.set, f"runtime.device={options.device}"]
     runs: dict[str, tuple[TrainConfig, Path | None]] = {
-        name: (config_of([f"{_group(name)}={name}", *overrides], options.seq_len, options.batch), None)
+        name: (
+            config_of([f"{_group(name)}={name}", *overrides], options.seq_len, options.batch),
+            None,
+        )
         for name in options.models
     }
     if folder is not None:
-        like = next((name for name, (ours, _) in runs.items() if ours.model.attention.name == "softmax"), "gpt2_124m")
+        like = next(
+            (name for name, (ours, _) in runs.items() if ours.model.attention.name == "softmax"),
+            "gpt2_124m",
+        )
         config = config_of([f"{_group(like)}={like}", *overrides], options.seq_len, options.batch)
         runs = {"nanoGPT": (config, folder)} | runs
 
@@ -48,16 +54,31 @@ def measure(options: Any) -> dict[str, list[Row]]:
         say(f"{name}: {statistics.median(found[0]):.4g} s a step")
         return found
 
-    turns = in_turn({name: partial(attempt, name, partial(measured, name)) for name in runs}, options.rounds)
-    results = {name: kept for name, found in turns.items() if (kept := [one for one in found if one])}
+    turns = in_turn(
+        {name: partial(attempt, name, partial(measured, name)) for name in runs}, options.rounds
+    )
+    results = {
+        name: kept for name, found in turns.items() if (kept := [one for one in found if one])
+    }
     rows: list[Row] = []
     for name, found in results.items():
         seconds = statistics.median(one for steps, *_ in found for one in steps)
-        rate, peak, share = options.batch * options.seq_len / seconds, max(peak for _, peak, *_ in found), found[0][2]
-        row = {"model": name, "ms_a_step": 1e3 * seconds, "tokens_per_second": rate, "peak_gigabytes": peak}
+        rate, peak, share = (
+            options.batch * options.seq_len / seconds,
+            max(peak for _, peak, *_ in found),
+            found[0][2],
+        )
+        row = {
+            "model": name,
+            "ms_a_step": 1e3 * seconds,
+            "tokens_per_second": rate,
+            "peak_gigabytes": peak,
+        }
         row["x"] = rate / (rows or [row])[0]["tokens_per_second"]
         rows.append(row | ({} if share is None else {"mfu": rate * share}))
-    profiles = {f"a step of {name}": found[-1][3] for name, found in results.items() if options.profile}
+    profiles = {
+        f"a step of {name}": found[-1][3] for name, found in results.items() if options.profile
+    }
     return {"train": rows, **profiles}
 
 
@@ -71,8 +92,15 @@ def seconds_and_peak(
     training = Training(config, config.batch_size, nanogpt)
     seconds = [timed(training.step)() for _ in range(_WARM_UP + steps)][_WARM_UP:]
     on_gpu = torch.cuda.is_initialized()
-    peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    flops, most = training.flops_per_token, peak_flops(training.runtime.device, training.runtime.dtype)
+    peak = (
+        torch.cuda.max_memory_allocated()
+        if on_gpu
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )
+    flops, most = (
+        training.flops_per_token,
+        peak_flops(training.runtime.device, training.runtime.dtype),
+    )
     return seconds, peak / 1e9, most and flops / most, profiled(training.step) if profile else []
 
 
@@ -99,11 +127,16 @@ class Training:
         torch.manual_seed(config.seed)
         self.summed_loss: SummedLoss | NanoGPT
         if nanogpt is None:
-            eot_id = config.data.reset_at(config.model.n_vocab - 1)  # in random tokens any id will do
+            eot_id = config.data.reset_at(
+                config.model.n_vocab - 1
+            )  # in random tokens any id will do
             gpt = GPT(config.model, eot_id).to(device, self.runtime.param_dtype)
             gpt.recompute = config.runtime.recompute
             self.optimizer = config.optim.build(gpt, World(device), self.runtime.dtype)
-            self.summed_loss, self.flops_per_token = SummedLoss(gpt), gpt.flops_per_token(config.seq_len)
+            self.summed_loss, self.flops_per_token = (
+                SummedLoss(gpt),
+                gpt.flops_per_token(config.seq_len),
+            )
             maybe_compile([self.summed_loss], config.runtime, self.runtime, gpt)
         else:
             self.summed_loss = NanoGPT(nanogpt, config).to(device, self.runtime.param_dtype)
@@ -111,16 +144,23 @@ class Training:
             self.flops_per_token = self.summed_loss.flops_per_token
             if compiled is True or (compiled == "auto" and device.type == "cuda"):
                 self.summed_loss.compile()
-        shape, generator = (sequences, config.seq_len + 1), torch.Generator().manual_seed(config.seed)
+        shape, generator = (
+            (sequences, config.seq_len + 1),
+            torch.Generator().manual_seed(config.seed),
+        )
         ids = torch.randint(config.model.n_vocab, shape, generator=generator)
         batch = ids[:, :-1], ids[:, 1:]
-        if device.type == "cuda":  # in pinned memory, as in a run: what is on the GPU would have to be waited for
+        if (
+            device.type == "cuda"
+        ):  # in pinned memory, as in a run: what is on the GPU would have to be waited for
             batch = batch[0].pin_memory(), batch[1].pin_memory()
         self.batch = [batch]
 
     def step(self) -> None:
         """Take a step of one micro-batch."""
-        train_step(self.summed_loss, self.optimizer, self.batch, self.runtime, grad_clip=self.grad_clip)
+        train_step(
+            self.summed_loss, self.optimizer, self.batch, self.runtime, grad_clip=self.grad_clip
+        )
 
     def one_more(self) -> None:
         """Take one more micro-batch of a step: a forward and a backward pass."""
@@ -155,7 +195,9 @@ class NanoGPT(nn.Module):
     def __init__(self, folder: Path, config: TrainConfig) -> None:
         super().__init__()
         spec: Any = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
-        sys.modules[spec.name] = nanogpt = importlib.util.module_from_spec(spec)  # torch.compile looks there
+        sys.modules[spec.name] = nanogpt = importlib.util.module_from_spec(
+            spec
+        )  # torch.compile looks there
         spec.loader.exec_module(nanogpt)
         sizes = {key: getattr(config.model, key) for key in ("n_layer", "n_head", "n_embd")}
         sizes |= {"block_size": config.seq_len, "vocab_size": -(-config.model.n_vocab // 64) * 64}

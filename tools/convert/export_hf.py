@@ -41,18 +41,25 @@ def export(checkpoint: Path, out_dir: Path, average: bool = True) -> None:
     gpt, tokenizer = load_model(opened, average)
     beside = out_dir.absolute().with_name(f".{out_dir.absolute().name}.export")
     make_directory(beside, "out_dir")
-    with owned(beside, lambda: f"out_dir={out_dir} is being written by another process: choose another folder"):
+    with owned(
+        beside,
+        lambda: f"out_dir={out_dir} is being written by another process: choose another folder",
+    ):
         try:
             for old in beside.iterdir():  # left by an export that was killed
                 old.unlink()
             plain = _write_model(gpt, tokenizer, beside)
             for name, content in tokenizer_files(tokenizer, gpt.config.max_len).items():
                 write_json(beside / name, content)
-            (beside / "README.md").write_text(_card(gpt, tokenizer, opened.state, plain, average), encoding="utf-8")
+            (beside / "README.md").write_text(
+                _card(gpt, tokenizer, opened.state, plain, average), encoding="utf-8"
+            )
             os.rename(beside, out_dir)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
-    say(f"written to {out_dir}: {'a GPT2LMHeadModel' if plain else 'a model with its own code'} (see README.md there)")
+    say(
+        f"written to {out_dir}: {'a GPT2LMHeadModel' if plain else 'a model with its own code'} (see README.md there)"
+    )
 
 
 def _write_model(gpt: GPT, tokenizer: Tokenizer, folder: Path) -> bool:
@@ -60,17 +67,27 @@ def _write_model(gpt: GPT, tokenizer: Tokenizer, folder: Path) -> bool:
     config, tensors = _without_padding(gpt, tokenizer.n_vocab)
     plain = is_gpt2(config) and gpt.eot_id is None  # GPT-2's documents see each other
     if plain:
-        tensors = {PREFIX + gpt2_name(name): turned(gpt2_name(name), value) for name, value in tensors.items()}
+        tensors = {
+            PREFIX + gpt2_name(name): turned(gpt2_name(name), value)
+            for name, value in tensors.items()
+        }
     else:
         tensors = {f"gpt.{name}": value for name, value in tensors.items()}
         for name, text in modeling_files().items():
             (folder / name).write_text(text, encoding="utf-8")
         shutil.copyfile(_HERE.parents[1] / "LICENSE", folder / "LICENSE-code")
     metadata = {"format": "pt"}  # transformers refuses a file without it
-    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors", metadata)
+    save_file(
+        {name: value.contiguous() for name, value in tensors.items()},
+        folder / "model.safetensors",
+        metadata,
+    )
     ids = {"bos_token_id": tokenizer.eot_id, "eos_token_id": tokenizer.eot_id}
     raw = gpt2_config(config) if plain else _own_config(config, gpt.eot_id)
-    write_json(folder / "config.json", raw | ids | {"dtype": str(gpt.embed.weight.dtype).removeprefix("torch.")})
+    write_json(
+        folder / "config.json",
+        raw | ids | {"dtype": str(gpt.embed.weight.dtype).removeprefix("torch.")},
+    )
     ends = {"eos_token_id": [*tokenizer.end_ids]} if isinstance(tokenizer, ChatTokenizer) else {}
     write_json(folder / "generation_config.json", ids | ends | {"pad_token_id": tokenizer.eot_id})
     return plain
@@ -80,7 +97,11 @@ def _without_padding(gpt: GPT, n_vocab: int) -> tuple[GPTConfig, dict[str, Tenso
     """Return the model without the padding rows of its embedding: other programs would sample them."""
     config = decode(GPTConfig, gpt.config.model_dump() | {"n_vocab": n_vocab, "pad_vocab": 1})
     tensors = gpt.state_dict()
-    by_token = {name: value[:n_vocab] for name, value in tensors.items() if name in ("embed.weight", "output.weight")}
+    by_token = {
+        name: value[:n_vocab]
+        for name, value in tensors.items()
+        if name in ("embed.weight", "output.weight")
+    }
     return config, tensors | by_token
 
 
@@ -105,7 +126,13 @@ def _own_config(config: GPTConfig, document_start: int | None) -> JsonDict:
 def _card(gpt: GPT, tokenizer: Tokenizer, state: TrainState, plain: bool, average: bool) -> str:
     """Return README.md: what the model is, as far as its run knows."""
     config = gpt.config
-    way = "ids" if tokenizer.name == "none" else "chat" if isinstance(tokenizer, ChatTokenizer) else "text"
+    way = (
+        "ids"
+        if tokenizer.name == "none"
+        else "chat"
+        if isinstance(tokenizer, ChatTokenizer)
+        else "text"
+    )
     example = (_HERE / f"model_card_{way}.md").read_text(encoding="utf-8")
     return (
         (_HERE / "model_card.md")
@@ -129,5 +156,7 @@ def _training(state: TrainState, average: bool) -> str:
     if state.step == 0:
         return "not trained since it was made or imported"
     averaged = "; these are its averaged weights" if average and state.average is not None else ""
-    steps = f"{state.step:,} steps of {state.batch_tokens:,} tokens, in sequences of {state.seq_len:,}"
+    steps = (
+        f"{state.step:,} steps of {state.batch_tokens:,} tokens, in sequences of {state.seq_len:,}"
+    )
     return f"trained for {steps}, on `{state.dataset_dir.name}`{averaged}"

@@ -23,10 +23,14 @@ def convert(checkpoint: Path, run_dir: Path, n_kv_head: int) -> Path:
     before, tokenizer = load_model(opened)
     after = shared(before, n_kv_head)
     state = opened.state
-    path = begin_with(after, tokenizer, run_dir, state.seq_len, state.batch_tokens, state.dataset_dir)
+    path = begin_with(
+        after, tokenizer, run_dir, state.seq_len, state.batch_tokens, state.dataset_dir
+    )
     settings = overrides({"init_from": str(run_dir), "run_dir": f"{run_dir}-trained"})
     say(f"{path}: {before.n_params():,} parameters before, {after.n_params():,} now")
-    say(f"train it with python train.py, the settings of the first run except for its model, and {settings}")
+    say(
+        f"train it with python train.py, the settings of the first run except for its model, and {settings}"
+    )
     return path
 
 
@@ -40,12 +44,18 @@ def shared(gpt: GPT, n_kv_head: int) -> GPT:
         fewer = GPT(with_n_kv_head(gpt.config, n_kv_head), gpt.eot_id)
     tensors = dict(gpt.state_dict())
     for path, module in fewer.named_modules():
-        n_before, n_after = (getattr(each, "n_kv_head", 0) for each in (gpt.get_submodule(path), module))
+        n_before, n_after = (
+            getattr(each, "n_kv_head", 0) for each in (gpt.get_submodule(path), module)
+        )
         for name, parameter in module.named_parameters(path) if n_before != n_after else ():
             if parameter.shape != tensors[name].shape:
-                width = 4 if name.endswith(".conv") else 1  # weights of one feature, in as many rows of one vector
+                width = (
+                    4 if name.endswith(".conv") else 1
+                )  # weights of one feature, in as many rows of one vector
                 rows = tensors[name].unflatten(0, (width, -1)).transpose(0, 1)
-                fewer_rows = pooled(rows, len(parameter) // width, n_before, n_after, gpt.config.head_features)
+                fewer_rows = pooled(
+                    rows, len(parameter) // width, n_before, n_after, gpt.config.head_features
+                )
                 tensors[name] = fewer_rows.transpose(0, 1).flatten(0, 1)
     fewer.load_state_dict(tensors, assign=True)
     return fewer.requires_grad_()
@@ -68,9 +78,13 @@ def pooled(rows: Tensor, n_rows: int, n_before: int, n_after: int, head_dim: int
 def with_n_kv_head(config: GPTConfig, n_kv_head: int) -> GPTConfig:
     """Return the configuration with n_kv_head key and value heads in every layer that has this setting."""
     raw = config.model_dump()
-    layers = [layer for layer in raw["attention_pattern"] or [raw["attention"]] if "n_kv_head" in layer]
+    layers = [
+        layer for layer in raw["attention_pattern"] or [raw["attention"]] if "n_kv_head" in layer
+    ]
     if {layer["n_kv_head"] or config.n_head for layer in layers} <= {n_kv_head}:
-        raise UserError(f"n_kv_head={n_kv_head} changes no layer's key and value heads: there is nothing to convert")
+        raise UserError(
+            f"n_kv_head={n_kv_head} changes no layer's key and value heads: there is nothing to convert"
+        )
     for layer in layers:
         heads = layer["n_kv_head"] or config.n_head
         if n_kv_head < 1 or heads % n_kv_head:

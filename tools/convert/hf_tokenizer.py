@@ -32,13 +32,20 @@ def tokenizer_files(tokenizer: Tokenizer, max_len: int | None) -> JsonDict:
     """
     if tokenizer.name == "none":
         return {}
-    tokenizer_json, settings = (json.loads((_HERE / name).read_text(encoding="utf-8")) for name in _FILES)
+    tokenizer_json, settings = (
+        json.loads((_HERE / name).read_text(encoding="utf-8")) for name in _FILES
+    )
     if isinstance(tokenizer, ChatTokenizer):
         (special,) = tokenizer_json["added_tokens"]
         tokenizer_json, settings = tokenizer_files(tokenizer.inner, max_len).values()
-        n, template = tokenizer.inner.n_vocab, (_HERE / "chat_template.jinja").read_text(encoding="utf-8")
+        n, template = (
+            tokenizer.inner.n_vocab,
+            (_HERE / "chat_template.jinja").read_text(encoding="utf-8"),
+        )
         markers = [special | {"id": n + i, "content": marker} for i, marker in enumerate(MARKERS)]
-        tokenizer_json = tokenizer_json | {"added_tokens": [*tokenizer_json["added_tokens"], *markers]}
+        tokenizer_json = tokenizer_json | {
+            "added_tokens": [*tokenizer_json["added_tokens"], *markers]
+        }
         settings["chat_template"] = template.replace("\n", "")
     elif isinstance(tokenizer, RankTokenizer):
         tokenizer_json["added_tokens"][0]["id"] = tokenizer.eot_id
@@ -48,7 +55,9 @@ def tokenizer_files(tokenizer: Tokenizer, max_len: int | None) -> JsonDict:
         tokenizer_json["model"] |= {"vocab": vocab, "merges": _merges(tokenizer)}
     else:
         tokenizer_json = tokenizer.saved
-        settings |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.tokens[tokenizer.eot_id].decode())
+        settings |= dict.fromkeys(
+            ("bos_token", "eos_token", "pad_token"), tokenizer.tokens[tokenizer.eot_id].decode()
+        )
     limit = {} if max_len is None else {"model_max_length": max_len}
     return dict(zip(_FILES, (tokenizer_json, settings | limit), strict=True))
 
@@ -130,13 +139,18 @@ def _ranks(vocab: dict[str, int], eot_id: int) -> list[bytes]:
     try:
         return [bytes(byte[character] for character in texts[id_]) for id_ in range(eot_id)]
     except KeyError as error:
-        raise UserError(f"{error} is not a byte-level character: the tokens are not byte-level BPE") from None
+        raise UserError(
+            f"{error} is not a byte-level character: the tokens are not byte-level BPE"
+        ) from None
 
 
 def _check_merges(model: _Model) -> None:
     """Raise UserError unless pairs are merged in the order of their ids, as in tiktoken."""
     pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.merges]
     ids = [model.vocab.get("".join(pair), -1) for pair in pairs]
-    wrong = next((pair for pair, id_, before in zip(pairs, ids, [0, *ids], strict=False) if id_ < before), None)
+    wrong = next(
+        (pair for pair, id_, before in zip(pairs, ids, [0, *ids], strict=False) if id_ < before),
+        None,
+    )
     if wrong is not None:
         raise UserError(f"the merge of {wrong} is not in the order of the ids")

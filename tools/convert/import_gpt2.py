@@ -26,7 +26,12 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MASK_TYPES = (torch.bool, torch.uint8, torch.float32)
 _PADDING = 128  # rows without an id that are usual, because sizes of a power of 2 are faster
 _SEQUENCES = 480  # of a step: the published batch
-_TO_CHOOSE = {"dataset_dir": "datasets/pile", "optim.max_lr": 6e-5, "max_steps": 1000, "schedule.warmup_steps": 100}
+_TO_CHOOSE = {
+    "dataset_dir": "datasets/pile",
+    "optim.max_lr": 6e-5,
+    "max_steps": 1000,
+    "schedule.warmup_steps": 100,
+}
 """Suggested settings: a short training at a tenth of the usual rate."""
 
 
@@ -40,7 +45,9 @@ def import_gpt2(folder: Path, run_dir: Path) -> Path:
     seq_len = gpt.config.max_len or 1
     sizes = {"seq_len": seq_len, "batch_tokens": _SEQUENCES * seq_len}
     path = begin_with(gpt, tokenizer, run_dir, seq_len, sizes["batch_tokens"])
-    say(f"{path}: {gpt.n_params():,} parameters, tokenizer {tokenizer.name} of {tokenizer.n_vocab:,} ids")
+    say(
+        f"{path}: {gpt.n_params():,} parameters, tokenizer {tokenizer.name} of {tokenizer.n_vocab:,} ids"
+    )
     runs = {"init_from": str(run_dir), "run_dir": f"{run_dir}-trained"}
     say(f"train it with python train.py {overrides({**runs, **sizes, **_TO_CHOOSE})}")
     say(f"{', '.join(_TO_CHOOSE)} are examples: choose your own, and any dataset of this tokenizer")
@@ -54,7 +61,9 @@ def read_gpt2(folder: Path) -> tuple[GPT, Tokenizer]:
         UserError: a file is missing or invalid.
     """
     files = _weight_files(folder)
-    paths = {name: (folder / name).resolve() for name in ("config.json", "tokenizer.json", *files)}  # or links
+    paths = {
+        name: (folder / name).resolve() for name in ("config.json", "tokenizer.json", *files)
+    }  # or links
     for name, path in paths.items():
         if file_size(path) is None:
             how = "load model and tokenizer with transformers, and save_pretrained(FOLDER) both"
@@ -62,7 +71,9 @@ def read_gpt2(folder: Path) -> tuple[GPT, Tokenizer]:
     try:
         config = read_gpt2_config(read_json(paths["config.json"], limit=2**20))
     except UserError as error:
-        raise UserError(f"{folder / 'config.json'} does not describe a GPT2LMHeadModel like GPT-2: {error}") from None
+        raise UserError(
+            f"{folder / 'config.json'} does not describe a GPT2LMHeadModel like GPT-2: {error}"
+        ) from None
     tokenizer = read_tokenizer_json(paths["tokenizer.json"])
     if tokenizer.n_vocab > config.n_vocab:
         raise UserError(
@@ -86,7 +97,9 @@ def _weight_files(folder: Path) -> list[str]:
     listed = raw.get("weight_map") if isinstance(raw, dict) else None
     files = sorted(set(map(str, listed.values()))) if isinstance(listed, dict) else []
     if not files or not all(re.fullmatch(r"model-\d+-of-\d+\.safetensors", name) for name in files):
-        raise UserError(f"{index} must list files such as model-00001-of-00002.safetensors, beside it")
+        raise UserError(
+            f"{index} must list files such as model-00001-of-00002.safetensors, beside it"
+        )
     return files
 
 
@@ -96,16 +109,27 @@ def _weights(paths: list[Path], gpt: GPT) -> dict[str, Tensor]:
     prefix = PREFIX if any(name.startswith(PREFIX) for name in names) else ""
     own = gpt.state_dict()
     theirs = {ours: prefix + gpt2_name(ours) for ours in own}
-    expected: dict[str, Any] = {name: (turned(name, own[ours]).shape, FLOATS) for ours, name in theirs.items()}
+    expected: dict[str, Any] = {
+        name: (turned(name, own[ours]).shape, FLOATS) for ours, name in theirs.items()
+    }
     if "lm_head.weight" in names:
         expected["lm_head.weight"] = expected[theirs["embed.weight"]]
     n, layers = gpt.config.max_len or 0, range(gpt.config.n_layer)
-    masks = {"bias": torch.Size([1, 1, n, n]), "masked_bias": torch.Size([])}  # old files store causal masks, too
-    of_layers = {f"{prefix}h.{i}.attn.{name}": (shape, _MASK_TYPES) for i in layers for name, shape in masks.items()}
+    masks = {
+        "bias": torch.Size([1, 1, n, n]),
+        "masked_bias": torch.Size([]),
+    }  # old files store causal masks, too
+    of_layers = {
+        f"{prefix}h.{i}.attn.{name}": (shape, _MASK_TYPES)
+        for i in layers
+        for name, shape in masks.items()
+    }
     expected |= {name: kind for name, kind in of_layers.items() if name in names}
     stored = read_tensors(paths, expected)
     if bad := next((name for name in theirs.values() if not stored[name].isfinite().all()), None):
-        raise UserError(f"{paths[0].parent}: {bad} has values that are not finite: such a model computes nothing")
+        raise UserError(
+            f"{paths[0].parent}: {bad} has values that are not finite: such a model computes nothing"
+        )
     embed = stored[theirs["embed.weight"]]
     if not torch.equal(stored.get("lm_head.weight", embed), embed):
         raise UserError(

@@ -26,13 +26,17 @@ Panels = dict[str, tuple[Tensor, Tensor]]
 """Weights and mask, (T, T), by title."""
 
 
-def draw(checkpoint: Path | None, head: int, text: str, out: Path, panels: dict[str, JsonDict]) -> None:
+def draw(
+    checkpoint: Path | None, head: int, text: str, out: Path, panels: dict[str, JsonDict]
+) -> None:
     """Write the picture of a checkpoint's layers, or of mechanisms: `panels` has their settings by title."""
     make_directory(out.parent, "out")
     refuse_foreign(b"Matplotlib", out)
     if not text.strip():
         raise UserError("text is empty: give a sentence")
-    labels, found = of_checkpoint(checkpoint, text, head) if checkpoint else of_mechanisms(text, panels)
+    labels, found = (
+        of_checkpoint(checkpoint, text, head) if checkpoint else of_mechanisms(text, panels)
+    )
     write_atomic(out, picture(labels, found))
     say(f"{count(len(found), 'panel')} written to {out}")
 
@@ -59,15 +63,25 @@ def of_checkpoint(checkpoint: Path, text: str, head: int) -> tuple[list[str], Pa
         raise UserError(f"head={head} does not exist in this model: give 1 to {gpt.config.n_head}")
     encoded, panels = tokenizer.encode(text), {}
     ids = torch.tensor([encoded])
-    for n, (layer, found) in enumerate(zip(gpt.config.layers, weights_and_masks(gpt, ids), strict=True), start=1):
+    for n, (layer, found) in enumerate(
+        zip(gpt.config.layers, weights_and_masks(gpt, ids), strict=True), start=1
+    ):
         weights, mask = found
-        panels[f"layer {n}, {layer.name}, head {head}"] = weights[head - 1], mask[(head - 1) % len(mask)]
+        panels[f"layer {n}, {layer.name}, head {head}"] = (
+            weights[head - 1],
+            mask[(head - 1) % len(mask)],
+        )
     return [_label(tokenizer.decode_bytes([token])) for token in encoded], panels
 
 
 def _label(token: bytes) -> str:
     """Make spaces and line ends visible."""
-    return token.decode(errors="replace").replace(" ", "\N{OPEN BOX}").replace("\n", "\\n").replace("\t", "\\t")
+    return (
+        token.decode(errors="replace")
+        .replace(" ", "\N{OPEN BOX}")
+        .replace("\n", "\\n")
+        .replace("\t", "\\t")
+    )
 
 
 @torch.no_grad()
@@ -115,11 +129,15 @@ def picture(labels: list[str], panels: Panels) -> bytes:
     ticks, angle = range(len(labels)), 90 if max(map(len, labels)) > 2 else 0
     for n, (title, (weights, mask)) in enumerate(panels.items()):
         axes = figure.add_subplot(rows, columns, n + 1)
-        relative = (weights / weights.amax(-1, keepdim=True).clamp_min(1e-30)).masked_fill(~mask, math.nan)
+        relative = (weights / weights.amax(-1, keepdim=True).clamp_min(1e-30)).masked_fill(
+            ~mask, math.nan
+        )
         axes.set_facecolor("0.88")
         image = axes.imshow(relative, cmap="Blues", vmin=0, vmax=1)
         axes.set_title(title, fontsize=9)
-        axes.set_xticks(ticks, labels if n + columns >= len(panels) else [], rotation=angle, fontsize=7)
+        axes.set_xticks(
+            ticks, labels if n + columns >= len(panels) else [], rotation=angle, fontsize=7
+        )
         axes.set_yticks(ticks, labels if n % columns == 0 else [], fontsize=7)
         axes.grid(visible=False)
     bar = figure.colorbar(image, ax=figure.axes, shrink=0.4, pad=0.01)

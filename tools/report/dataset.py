@@ -36,13 +36,24 @@ def inspect(
     manifest = read_manifest(dataset_dir)
     if step is not None:
         if window or random or split != "train":
-            raise UserError("step shows what training read: leave out split, window and random, or step")
+            raise UserError(
+                "step shows what training read: leave out split, window and random, or step"
+            )
         if state is None or run_dir is None:
             raise UserError("step needs a run: give run_dir")
         batches = _batches(run_dir, dataset_dir, manifest, state)
         if step > state.step:
-            say(f"the run's last checkpoint is of step {state.step}: this is what step {step} would read")
-        return _show(dataset_dir, manifest, "train", batches.starts(step - 1).tolist(), batches.seq_len + 1, tokens)
+            say(
+                f"the run's last checkpoint is of step {state.step}: this is what step {step} would read"
+            )
+        return _show(
+            dataset_dir,
+            manifest,
+            "train",
+            batches.starts(step - 1).tolist(),
+            batches.seq_len + 1,
+            tokens,
+        )
     n_tokens = manifest.splits[split].total.tokens
     places = window + [randrange(max(1, n_tokens)) for _ in range(random)]
     for token in places:
@@ -51,10 +62,14 @@ def inspect(
         show_table(sets_table(manifest))
 
 
-def _batches(run_dir: Path, dataset_dir: Path, manifest: Manifest, state: TrainState) -> TrainBatches:
+def _batches(
+    run_dir: Path, dataset_dir: Path, manifest: Manifest, state: TrainState
+) -> TrainBatches:
     if state.dataset_fingerprint != manifest.fingerprint:
         what = f"{dataset_dir} is not what {run_dir} was trained on"
-        raise UserError(f"{what}: give dataset_dir={state.dataset_dir}, or prepare that again as it was")
+        raise UserError(
+            f"{what}: give dataset_dir={state.dataset_dir}, or prepare that again as it was"
+        )
     stream = TokenStream(dataset_dir, manifest, "train")
     batches = TrainBatches(stream, state.seq_len, state.batch_size, state.seed)
     if state.data.mixture is not None:
@@ -63,13 +78,22 @@ def _batches(run_dir: Path, dataset_dir: Path, manifest: Manifest, state: TrainS
 
 
 def _show(
-    dataset_dir: Path, manifest: Manifest, split: SplitName, starts: list[int], length: int, n_tokens: int
+    dataset_dir: Path,
+    manifest: Manifest,
+    split: SplitName,
+    starts: list[int],
+    length: int,
+    n_tokens: int,
 ) -> None:
     """Show the documents behind windows of `length` tokens of a split, and the first `n_tokens` of each as text."""
     shown = min(length, n_tokens)
     texts = [window_text(dataset_dir, manifest, split, start, shown) for start in starts]
-    show_table(documents_table(dataset_dir, manifest, split, [(start, start + length) for start in starts]))
+    show_table(
+        documents_table(dataset_dir, manifest, split, [(start, start + length) for start in starts])
+    )
     for row, text in enumerate(texts):
         if len(texts) > 1:
-            say(f"--- row {row}, {'all' if shown == length else f'the first {shown}'} of {length} tokens:")
+            say(
+                f"--- row {row}, {'all' if shown == length else f'the first {shown}'} of {length} tokens:"
+            )
         say(text)

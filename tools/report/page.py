@@ -20,7 +20,16 @@ from matplotlib.figure import Figure
 
 from common.figures import log_scale, png, short_count
 from common.settings import JsonDict
-from tools.report.records import Point, Record, in_bits, labels, lowest_loss, printable, shown, varying_settings
+from tools.report.records import (
+    Point,
+    Record,
+    in_bits,
+    labels,
+    lowest_loss,
+    printable,
+    shown,
+    varying_settings,
+)
 
 _HERE = Path(__file__).parent
 CURVES = ("val_loss", "val_bits_per_byte", "loss", "lr", "grad_norm")
@@ -47,7 +56,9 @@ def page_of(records: Sequence[Record], title: str, refresh: float | None = None)
                 "settings": {key: shown(record.settings.get(key)) for key in keys},
                 "figures": {key: _rounded(value) for key, value in record.figures.items()},
                 "curves": _columns(record),
-                "members": [{"name": member.name, "curves": _columns(member)} for member in record.members],
+                "members": [
+                    {"name": member.name, "curves": _columns(member)} for member in record.members
+                ],
             }
             for record, label, (colour, dash), shade in runs
         ],
@@ -56,8 +67,16 @@ def page_of(records: Sequence[Record], title: str, refresh: float | None = None)
     page = (_HERE / "page.html").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     again = "" if refresh is None else f'<meta http-equiv="refresh" content="{refresh:g}">'
-    parts = {"REFRESH": again, "STYLE": style, "SCRIPT": script, "SCRIPT_SHA256": digest, "DATA": _json(data)}
-    return re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], page)  # one pass: what parts contain stays
+    parts = {
+        "REFRESH": again,
+        "STYLE": style,
+        "SCRIPT": script,
+        "SCRIPT_SHA256": digest,
+        "DATA": _json(data),
+    }
+    return re.sub(
+        r"\{\{(\w+)\}\}", lambda name: parts[name[1]], page
+    )  # one pass: what parts contain stays
 
 
 def _json(data: JsonDict) -> str:
@@ -67,7 +86,9 @@ def _json(data: JsonDict) -> str:
 
 
 def _columns(record: Record) -> dict[str, dict[str, list[float | None]]]:
-    return {name: _column(points) for name, points in record.curves.items() if points and name in CURVES}
+    return {
+        name: _column(points) for name, points in record.curves.items() if points and name in CURVES
+    }
 
 
 def _column(points: Sequence[Point]) -> dict[str, list[float | None]]:
@@ -141,13 +162,22 @@ def _draw(axes: Axes, records: Sequence[Record], curve: str) -> None:
         style: dict[str, Any] = {"color": colour, "linestyle": (0, dash) if dash else "-"}
         for member in record.members:
             _plot(axes, member.curves[curve], **style | {"linewidth": 0.7, "alpha": 0.6})
-        _plot(axes, record.curves[curve], **style, label="\u200b" + name)  # matplotlib hides labels that begin with _
-    values = [value for record in records for point in record.curves[curve] if (value := point["value"]) > 0]
+        _plot(
+            axes, record.curves[curve], **style, label="\u200b" + name
+        )  # matplotlib hides labels that begin with _
+    values = [
+        value
+        for record in records
+        for point in record.curves[curve]
+        if (value := point["value"]) > 0
+    ]
     if values and max(values) > 10 * min(values):
         log_scale(axes)
 
 
 def _plot(axes: Axes, points: Sequence[Point], **style: Any) -> None:
     marker = "o" if len(points) <= 20 else ""
-    tokens, values = ([min(point[key], _HIGHEST) for point in points] for key in ("tokens", "value"))
+    tokens, values = (
+        [min(point[key], _HIGHEST) for point in points] for key in ("tokens", "value")
+    )
     axes.plot(tokens, values, marker=marker, markersize=3, **style)

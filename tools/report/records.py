@@ -21,7 +21,15 @@ from trainer.metrics import read_metrics
 
 _MOST_POINTS = 300  # of a curve of training
 _ALIKE = 1.1  # tokens of one vocabulary are as long, up to this factor, in any part of a validation split
-_COMPARED_LAST = ("checkpoint.", "dataset_dir", "eval.", "resume", "runtime.", "stop_at", "tracker.")
+_COMPARED_LAST = (
+    "checkpoint.",
+    "dataset_dir",
+    "eval.",
+    "resume",
+    "runtime.",
+    "stop_at",
+    "tracker.",
+)
 
 TRAINING = ("loss", "lr", "grad_norm", "tokens_per_second")
 EVALUATION = ("val_loss", "val_bits_per_byte")
@@ -62,7 +70,9 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
     """
     for path in paths:
         if not path.is_dir():
-            raise UserError(f"{path} is not a folder: give the folder of a run, of a sweep, or of many runs")
+            raise UserError(
+                f"{path} is not a folder: give the folder of a run, of a sweep, or of many runs"
+            )
         if next(_runs_in(path), None) is None and len(paths) > 1:
             warn(f"no run in {path}: a run has a metrics.jsonl")
     folders = list(dict.fromkeys(folder for path in paths for folder in _runs_in(path)))
@@ -70,7 +80,9 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
     common = common_folder(paths if len(folders) > 1 else above or paths or [Path()])
     records = [record for folder in folders if (record := _read(folder, common)) is not None]
     if not records:
-        raise UserError(f"no run in {', '.join(map(str, paths)) or 'folders=[]'}: a run has a metrics.jsonl")
+        raise UserError(
+            f"no run in {', '.join(map(str, paths)) or 'folders=[]'}: a run has a metrics.jsonl"
+        )
     if in_bits(records):
         for record in records:
             record.figures.update(dict.fromkeys(("best", "low", "high"), record.figures["bits"]))
@@ -100,7 +112,9 @@ def grouped(records: Sequence[Record]) -> list[Record]:
     joined = []
     for runs in groups.values():
         seeds = {json.dumps(run.settings.get("seed")) for run in runs}
-        distinct = 1 < len(seeds) == len(runs)  # two of one seed differ in something that no setting tells
+        distinct = (
+            1 < len(seeds) == len(runs)
+        )  # two of one seed differ in something that no setting tells
         joined += [_together(runs)] if distinct else runs
     return joined
 
@@ -110,23 +124,41 @@ def _together(runs: Sequence[Record]) -> Record:
     seeds = sorted((run.settings.get("seed") for run in runs), key=str)
     figures = {key: _mean_of_known([run.figures[key] for run in runs]) for key in runs[0].figures}
     figures["step"] = min(run.figures["step"] or 0.0 for run in runs)
-    figures |= {"best_step": None, "low": min(bests, default=None), "high": max(bests, default=None), "runs": len(runs)}
+    figures |= {
+        "best_step": None,
+        "low": min(bests, default=None),
+        "high": max(bests, default=None),
+        "runs": len(runs),
+    }
     curves = {key: _mean_curve([run.curves[key] for run in runs]) for key in runs[0].curves}
     settings = runs[0].settings | {"seed": ", ".join(map(brief, seeds))}
-    return Record(", ".join(run.name for run in runs), settings, curves, figures, tuple(sorted(runs, key=_rank)))
+    return Record(
+        ", ".join(run.name for run in runs),
+        settings,
+        curves,
+        figures,
+        tuple(sorted(runs, key=_rank)),
+    )
 
 
 def _mean_of_known(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return sum(value / len(known) for value in known) if known else None  # a sum of huge losses would overflow
+    return (
+        sum(value / len(known) for value in known) if known else None
+    )  # a sum of huge losses would overflow
 
 
 def _mean_curve(curves: Sequence[list[Point]]) -> list[Point]:
     """Return the mean at the steps that are in all of the curves."""
     by_step = [{point["step"]: point for point in curve} for curve in curves if curve]
-    steps = [step for step in (by_step[0] if by_step else ()) if all(step in points for points in by_step)]
+    steps = [
+        step
+        for step in (by_step[0] if by_step else ())
+        if all(step in points for points in by_step)
+    ]
     return [
-        {key: _mean_of_known([points[step][key] for points in by_step]) for key in by_step[0][step]} for step in steps
+        {key: _mean_of_known([points[step][key] for points in by_step]) for key in by_step[0][step]}
+        for step in steps
     ]
 
 
@@ -158,14 +190,19 @@ def _failure(folder: Path) -> str:
 
 def _read(folder: Path, common: Path) -> Record | None:
     try:
-        is_begun = file_size(folder / "metrics.jsonl") is not None  # raises if it is not a regular file
+        is_begun = (
+            file_size(folder / "metrics.jsonl") is not None
+        )  # raises if it is not a regular file
         config, environment = _stored(folder) if is_begun else ({}, {})
         lines = read_metrics(folder / "metrics.jsonl") if is_begun else []
         curves = _curves(lines, _number(environment.get("flops_per_token")))
     except (UserError, OSError) as error:
         warn(f"skipping {folder}: {error}")
         return None
-    known = {"max_steps": _number(config.get("max_steps")), "n_params": _number(environment.get("n_params"))}
+    known = {
+        "max_steps": _number(config.get("max_steps")),
+        "n_params": _number(environment.get("n_params")),
+    }
     settings = {key: value for key, (value, _) in differences(config, {}).items()}
     name = printable(os.path.relpath(folder.absolute(), common))
     return Record(name, settings, curves, known | _figures(curves), failure=_failure(folder))
@@ -192,14 +229,21 @@ def _curves(lines: Iterable[JsonDict], flops_per_token: float | None) -> dict[st
     val: dict[str, list[Point]] = {key: [] for key in EVALUATION}
     seconds, timed_tokens = 0.0, 0.0
     for line in lines:
-        numbers = {key: number for key, value in line.items() if (number := _number(value)) is not None}
+        numbers = {
+            key: number for key, value in line.items() if (number := _number(value)) is not None
+        }
         if not numbers.keys() >= {"step", "tokens"} or "event" in line:
             continue
         tokens, rate = numbers["tokens"], numbers.get("tokens_per_second", 0.0)
         if rate > 0 and tokens > timed_tokens:
             seconds, timed_tokens = seconds + (tokens - timed_tokens) / rate, tokens
         flops = None if flops_per_token is None else _number(tokens * flops_per_token)
-        place = {"step": numbers["step"], "tokens": tokens, "flops": flops, "seconds": _number(seconds) or None}
+        place = {
+            "step": numbers["step"],
+            "tokens": tokens,
+            "flops": flops,
+            "seconds": _number(seconds) or None,
+        }
         for key in TRAINING:
             if key in numbers:
                 train[key].add(place, numbers[key])
@@ -207,7 +251,10 @@ def _curves(lines: Iterable[JsonDict], flops_per_token: float | None) -> dict[st
             if key in numbers:
                 val[key].append({**place, "value": numbers[key]})
     points = {
-        key: [{**part.place, "value": part.mean, "low": part.low, "high": part.high} for part in curve.stretches]
+        key: [
+            {**part.place, "value": part.mean, "low": part.low, "high": part.high}
+            for part in curve.stretches
+        ]
         for key, curve in train.items()
     }
     return points | val
@@ -217,7 +264,9 @@ def _figures(curves: dict[str, list[Point]]) -> Point:
     ends = [curves[key][-1] for key in ("loss", "val_loss") if curves[key]]
     last: Point = max(ends, key=lambda point: point["step"], default={})
     best: Point = min(curves["val_loss"], key=lambda point: point["value"], default={})
-    bits = [point["value"] for point in curves["val_bits_per_byte"] if point["step"] == best.get("step")]
+    bits = [
+        point["value"] for point in curves["val_bits_per_byte"] if point["step"] == best.get("step")
+    ]
     late = curves["loss"][-max(1, len(curves["loss"]) // 20) :]
     rates = [point["value"] for point in curves["tokens_per_second"]]
     return {
@@ -244,7 +293,11 @@ def _number(value: Any) -> float | None:
 def lowest_loss(records: Sequence[Record]) -> str | None:
     """Return the best run's loss with its unit."""
     best = records[0].figures["best"]
-    return None if best is None else f"{best:.4f} {'bits per byte' if in_bits(records) else 'nats per token'}"
+    return (
+        None
+        if best is None
+        else f"{best:.4f} {'bits per byte' if in_bits(records) else 'nats per token'}"
+    )
 
 
 def varying_settings(records: Sequence[Record]) -> list[str]:
@@ -265,16 +318,29 @@ def shown(value: Any) -> float | str:
 
 def labels(records: Sequence[Record]) -> list[str]:
     """Return short names: the settings in which the runs differ, or their folders if the settings are not enough."""
-    keys = [key for key in varying_settings(records) if key != "seed" or all(not r.members for r in records)]
+    keys = [
+        key
+        for key in varying_settings(records)
+        if key != "seed" or all(not r.members for r in records)
+    ]
     ends = [key.rpartition(".")[2] for key in keys]
     parts = {key: end if ends.count(end) == 1 else key for key, end in zip(keys, ends, strict=True)}
     short = [
-        ", ".join(f"{part}={brief(r.settings.get(key))}" for key, part in parts.items() if r.settings) or r.name
+        ", ".join(
+            f"{part}={brief(r.settings.get(key))}" for key, part in parts.items() if r.settings
+        )
+        or r.name
         for r in records
     ]
     enough = keys and len(set(short)) == len(short) and max(map(len, short)) <= 80
-    names = short if enough else [record.members[0].name if record.members else record.name for record in records]
-    counts = [f" (mean of {len(record.members)} runs)" if record.members else "" for record in records]
+    names = (
+        short
+        if enough
+        else [record.members[0].name if record.members else record.name for record in records]
+    )
+    counts = [
+        f" (mean of {len(record.members)} runs)" if record.members else "" for record in records
+    ]
     return [name + count for name, count in zip(names, counts, strict=True)]
 
 
@@ -286,4 +352,7 @@ def brief(value: Any) -> str:
 
 def printable(value: str) -> str:
     """Return a text that can be encoded and is a single line, whatever the file or its name contains."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in value)[:300]
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode()
+        for c in value
+    )[:300]

@@ -11,7 +11,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from model.ops.checks import Tensors, compare
-from model.ops.custom import accumulation_dtype, as_autocast, operator, refuse_second_order, refuse_transforms
+from model.ops.custom import (
+    accumulation_dtype,
+    as_autocast,
+    operator,
+    refuse_second_order,
+    refuse_transforms,
+)
 from model.ops.kernels import choose_form
 
 _ITSELF, _OTHER = "summed_loss", "token_losses(...).sum()"
@@ -36,10 +42,14 @@ def token_losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float | None =
         targets: (N,), from 0 to V - 1.
     """
     losses = []
-    for x_n, target in zip(*(tensor.split(_tokens(weight, 2)) for tensor in (x, targets)), strict=True):
+    for x_n, target in zip(
+        *(tensor.split(_tokens(weight, 2)) for tensor in (x, targets)), strict=True
+    ):
         logits = x_n @ weight.T
         logits = capped(logits.to(accumulation_dtype(logits)), cap)
-        losses.append(cross_entropy(logits, target.clamp(min=-1), ignore_index=-1, reduction="none"))
+        losses.append(
+            cross_entropy(logits, target.clamp(min=-1), ignore_index=-1, reduction="none")
+        )
     return torch.cat(losses)
 
 
@@ -96,7 +106,9 @@ def _summed_loss(
     return loss, g_x, g_weight[:n_vocab]
 
 
-def _by_torch(logits: Tensor, targets: Tensor, n_vocab: int, wanted: bool, cap: float | None) -> Tensor:
+def _by_torch(
+    logits: Tensor, targets: Tensor, n_vocab: int, wanted: bool, cap: float | None
+) -> Tensor:
     """Losses of some tokens, (n,); if wanted, the gradient of their logits (n, V) replaces these, as in the kernel.
 
     Some rows at a time, so that what is computed of them in float32 takes little memory, and stays in a CPU's cache.
@@ -114,9 +126,13 @@ def _by_torch(logits: Tensor, targets: Tensor, n_vocab: int, wanted: bool, cap: 
     return torch.cat(losses)
 
 
-def _by_triton(logits: Tensor, targets: Tensor, n_vocab: int, wanted: bool, cap: float | None) -> Tensor:
+def _by_triton(
+    logits: Tensor, targets: Tensor, n_vocab: int, wanted: bool, cap: float | None
+) -> Tensor:
     """As `_by_torch`, for logits of more than n_vocab columns: the gradient of what is beyond them is 0."""
-    from model.ops.linear_cross_entropy.triton import cross_entropy_  # importing triton is slow, and it may be missing
+    from model.ops.linear_cross_entropy.triton import (
+        cross_entropy_,
+    )  # importing triton is slow, and it may be missing
 
     return cross_entropy_(logits, targets, n_vocab, wanted, cap)
 
@@ -126,7 +142,9 @@ _FORMS = {"chunked": _by_torch, "triton": _by_triton}
 
 def _tokens(weight: Tensor, share: int = 1) -> int:
     """Tokens at a time, for a weight of (V, D)."""
-    return max(1, CHUNK.get(weight.device.type, CHUNK["cuda"]) // (share * len(weight) * weight.itemsize))
+    return max(
+        1, CHUNK.get(weight.device.type, CHUNK["cuda"]) // (share * len(weight) * weight.itemsize)
+    )
 
 
 def _empty_results(x: Tensor, weight: Tensor, wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,7 +156,9 @@ def _empty_results(x: Tensor, weight: Tensor, wanted: bool) -> tuple[Tensor, Ten
 
 
 @_summed_loss.register_fake
-def _(x: Tensor, weight: Tensor, targets: Tensor, wanted: bool, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    x: Tensor, weight: Tensor, targets: Tensor, wanted: bool, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_results(x, weight, wanted)
 
 
@@ -172,14 +192,21 @@ def check(device: str, dtype: str) -> None:
     """
     for N, n_vocab, cap in SHAPES:
         generator = torch.Generator().manual_seed(n_vocab)
-        x, weight = (torch.randn(n, 16, generator=generator).to(device, getattr(torch, dtype)) for n in (N, n_vocab))
+        x, weight = (
+            torch.randn(n, 16, generator=generator).to(device, getattr(torch, dtype))
+            for n in (N, n_vocab)
+        )
         targets = torch.randint(n_vocab, (N,), generator=generator)
         targets[1:2] = -1
 
-        def kernel(x: Tensor, weight: Tensor, targets: Tensor = targets, cap: float | None = cap) -> Tensors:
+        def kernel(
+            x: Tensor, weight: Tensor, targets: Tensor = targets, cap: float | None = cap
+        ) -> Tensors:
             return {"the loss": summed_loss(x, weight, targets.to(x.device), cap, backend="triton")}
 
-        def definition(x: Tensor, weight: Tensor, targets: Tensor = targets, cap: float | None = cap) -> Tensors:
+        def definition(
+            x: Tensor, weight: Tensor, targets: Tensor = targets, cap: float | None = cap
+        ) -> Tensors:
             return {"the loss": token_losses(x, weight, targets.to(x.device), cap).sum()}
 
         compare(f"{N} x {n_vocab} logits, {cap=}", kernel, definition, {"x": x, "weight": weight})

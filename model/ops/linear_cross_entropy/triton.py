@@ -11,7 +11,9 @@ _BLOCK = 4096  # logits at a time
 _NOTHING = tl.constexpr(float("-inf"))
 
 
-def cross_entropy_(logits: Tensor, targets: Tensor, n_vocab: int, wanted: bool, cap: float | None) -> Tensor:
+def cross_entropy_(
+    logits: Tensor, targets: Tensor, n_vocab: int, wanted: bool, cap: float | None
+) -> Tensor:
     """Cross-entropy in nats of each row of capped(logits[:, :n_vocab]), (N,), float32 or float64; 0 if not counted.
 
     Args:
@@ -20,11 +22,20 @@ def cross_entropy_(logits: Tensor, targets: Tensor, n_vocab: int, wanted: bool, 
         targets: (N,), from 0 to n_vocab - 1; negative targets are not counted, and others give NaN.
     """
     losses = logits.new_empty(len(logits), dtype=accumulation_dtype(logits))
-    wide, block = losses.dtype == torch.float64, min(_BLOCK, triton.next_power_of_2(logits.shape[1]))
+    wide, block = (
+        losses.dtype == torch.float64,
+        min(_BLOCK, triton.next_power_of_2(logits.shape[1])),
+    )
     with torch.cuda.device_of(logits):  # kernels are launched on the current device
         cross_entropy_kernel[(len(logits),)](
             *(logits, targets.contiguous(), losses, n_vocab, logits.shape[1]),
-            **{"WANTED": wanted, "CAP": cap, "ACC": tl.float64 if wide else tl.float32, "BLOCK": block, "num_warps": 8},
+            **{
+                "WANTED": wanted,
+                "CAP": cap,
+                "ACC": tl.float64 if wide else tl.float32,
+                "BLOCK": block,
+                "num_warps": 8,
+            },
         )
     return losses
 
@@ -66,7 +77,9 @@ def cross_entropy_kernel(
                 column = start + columns
                 z, slope = _capped(row, column, n_vocab, V, CAP, ACC)
                 g = tl.exp(z - log_z)
-                tl.store(row + column, tl.where(column == target, g - 1.0, g) * slope, mask=column < V)
+                tl.store(
+                    row + column, tl.where(column == target, g - 1.0, g) * slope, mask=column < V
+                )
 
 
 @triton.jit
@@ -75,7 +88,9 @@ def _capped(row, column, n_vocab, V, CAP: tl.constexpr, ACC: tl.constexpr):
     z = tl.load(row + column, mask=column < V, other=0.0).to(ACC)
     slope = 1.0
     if CAP is not None:
-        rest = 2.0 / (1.0 + tl.exp(tl.abs(z) * (2.0 / CAP)))  # 1 - tanh(|z| / CAP), to its last digits
+        rest = 2.0 / (
+            1.0 + tl.exp(tl.abs(z) * (2.0 / CAP))
+        )  # 1 - tanh(|z| / CAP), to its last digits
         z = tl.where(z < 0.0, rest - 1.0, 1.0 - rest) * CAP
         slope = rest * (2.0 - rest)
     return tl.where(column < n_vocab, z, _NOTHING), slope

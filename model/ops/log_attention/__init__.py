@@ -27,8 +27,12 @@ __all__ = [
 
 def _triton_log_attention(*inputs: Any, causal: bool, **options: Any) -> Any:
     if not causal:
-        raise ValueError("backend='triton' is for causal attention: use backend='chunked' with causal=False")
-    from model.ops.log_attention.triton import triton_log_attention  # importing triton is slow, and it may be missing
+        raise ValueError(
+            "backend='triton' is for causal attention: use backend='chunked' with causal=False"
+        )
+    from model.ops.log_attention.triton import (
+        triton_log_attention,
+    )  # importing triton is slow, and it may be missing
 
     return triton_log_attention(*inputs, **options)
 
@@ -81,7 +85,9 @@ def log_attention(
     _check_shapes(q, k, log_v, state, causal)
     if log_f is not None:
         if not causal:
-            raise ValueError("log_f needs causal=True: without an order of tokens none is earlier than another")
+            raise ValueError(
+                "log_f needs causal=True: without an order of tokens none is earlier than another"
+            )
         check_gates(log_f, q)
     if backend == "auto" and causal and q.shape[2] == 1 and not torch.is_grad_enabled():
         state = empty_state(q, log_v) if state is None else state
@@ -89,8 +95,12 @@ def log_attention(
     if backend == "auto" and not causal:
         backend = "chunked"  # two products over all tokens need no kernel
     inputs = (q, k, log_v) if log_f is None else (q, k, log_v, log_f)
-    backend = choose_form("log attention", backend, [*BACKENDS], _check, *inputs, why_not=_why_not_triton)
-    return BACKENDS[backend](q, k, log_v, log_f, causal=causal, state=state, return_state=return_state)
+    backend = choose_form(
+        "log attention", backend, [*BACKENDS], _check, *inputs, why_not=_why_not_triton
+    )
+    return BACKENDS[backend](
+        q, k, log_v, log_f, causal=causal, state=state, return_state=return_state
+    )
 
 
 def signed_log_attention(
@@ -123,7 +133,9 @@ def signed_log_attention(
             f"log_abs_v {tuple(log_abs_v.shape)} and sign_v {tuple(sign_v.shape)} must have the same shape"
         )
     log_v = split_signs(log_abs_v, sign_v)
-    log_y, after = log_attention(q, k, log_v, causal=causal, state=state, return_state=True, backend=backend)
+    log_y, after = log_attention(
+        q, k, log_v, causal=causal, state=state, return_state=True, backend=backend
+    )
     return (*join_signs(log_y), after) if return_state else join_signs(log_y)
 
 
@@ -165,13 +177,19 @@ def _why_not_triton(device: str, index: int | None, dtype: torch.dtype, d_k: int
     # Wider types need more shared memory, which most GPUs have less of, and more compilation time, which in float64
     # takes minutes: docs/kernels.md.
     bits = 16 if dtype == torch.bfloat16 else max(32, 8 * dtype.itemsize)
-    most = {16: 128, 32: 128, 64: 64}[bits] if gpu.major in (9, 10) else {16: 128, 32: 64, 64: 16}[bits]
+    most = (
+        {16: 128, 32: 128, 64: 64}[bits]
+        if gpu.major in (9, 10)
+        else {16: 128, 32: 64, 64: 16}[bits]
+    )
     if d_k > most:
         return f"supports up to {most} key features a head in {dtype} on {gpu.name}, not {d_k}: use bfloat16"
     return None
 
 
-def _check_shapes(q: Tensor, k: Tensor, log_v: Tensor, state: LogAttentionState | None, causal: bool) -> None:
+def _check_shapes(
+    q: Tensor, k: Tensor, log_v: Tensor, state: LogAttentionState | None, causal: bool
+) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, log_v {tuple(log_v.shape)}"
     fits = q.dim() == k.dim() == log_v.dim() == 4
     fits = fits and q.shape[:2] == k.shape[:2] == log_v.shape[:2] and q.shape[3] == k.shape[3]
@@ -180,7 +198,9 @@ def _check_shapes(q: Tensor, k: Tensor, log_v: Tensor, state: LogAttentionState 
     if 0 in q.shape or 0 in log_v.shape:
         raise ValueError(f"{shapes}: every dimension must be at least 1")
     if causal and q.shape[2] != k.shape[2]:
-        raise ValueError(f"{shapes}: causal attention needs as many queries as keys; pass causal=False for T != S")
+        raise ValueError(
+            f"{shapes}: causal attention needs as many queries as keys; pass causal=False for T != S"
+        )
     if state is not None:
         (B, H, _, d_k), d_v = q.shape, log_v.shape[3]
         given = tuple(state.log_s.shape), tuple(state.log_z.shape)

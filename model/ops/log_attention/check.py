@@ -12,11 +12,16 @@ from model.ops.checks import Tensors, compare
 from model.ops.log_attention import BACKENDS, LogAttentionState
 from model.ops.log_attention.state import empty_state
 
-DEVIATIONS = (1, 80)  # at 80, plain exponentials under- and overflow, and the exact form computes most tiles
+DEVIATIONS = (
+    1,
+    80,
+)  # at 80, plain exponentials under- and overflow, and the exact form computes most tiles
 _FORGOTTEN = 0.05  # times the deviation: a head's gates of a chunk add up to about -2.6, or -200
 
 
-def check(device: str, dtypes: Sequence[str], sizes: Sequence[int], lengths: Sequence[int] = (130, 144)) -> None:
+def check(
+    device: str, dtypes: Sequence[str], sizes: Sequence[int], lengths: Sequence[int] = (130, 144)
+) -> None:
     """Compare the kernels with the definition, with and without a state, near 0 and far from it, and in segments.
 
     Args:
@@ -31,12 +36,25 @@ def check(device: str, dtypes: Sequence[str], sizes: Sequence[int], lengths: Seq
         for segments in (1, 2) if (T, deviation) == (lengths[0], 1) else (1,):
             case = f"{'a state' if has_state else 'no state'}, deviation {deviation}, {T} tokens"
             case += f", {segments} segments" * (segments > 1)
-            kernels, definition = partial(attend, "triton", segments=segments), partial(attend, "naive")
-            compare(case, kernels, definition, inputs(torch.device(device), dtypes, sizes, T, has_state, deviation))
+            kernels, definition = (
+                partial(attend, "triton", segments=segments),
+                partial(attend, "naive"),
+            )
+            compare(
+                case,
+                kernels,
+                definition,
+                inputs(torch.device(device), dtypes, sizes, T, has_state, deviation),
+            )
 
 
 def inputs(
-    device: torch.device, dtypes: Sequence[str], sizes: Sequence[int], T: int, has_state: bool, deviation: int
+    device: torch.device,
+    dtypes: Sequence[str],
+    sizes: Sequence[int],
+    T: int,
+    has_state: bool,
+    deviation: int,
 ) -> Tensors:
     """Random q, k, log_v and perhaps log_f, (2, 2, T, sizes) each, and the state.
 
@@ -46,7 +64,11 @@ def inputs(
     projection = deviation * torch.randn(2, T, 2, sum(sizes), generator=generator)
     leaves = {}
     for i, (name, dtype) in enumerate(zip(("q", "k", "log_v", "log_f"), dtypes, strict=False)):
-        x = projection.to(device, getattr(torch, dtype)).split(list(sizes), dim=-1)[i].transpose(1, 2)
+        x = (
+            projection.to(device, getattr(torch, dtype))
+            .split(list(sizes), dim=-1)[i]
+            .transpose(1, 2)
+        )
         leaves[name] = x if name != "log_f" else -_FORGOTTEN * x.abs()
     if has_state:
         empty = empty_state(leaves["q"], leaves["log_v"])
@@ -55,7 +77,9 @@ def inputs(
     return leaves
 
 
-def attend(backend: str, /, log_s: Tensor | None = None, log_z: Tensor | None = None, **inputs: Any) -> Tensors:
+def attend(
+    backend: str, /, log_s: Tensor | None = None, log_z: Tensor | None = None, **inputs: Any
+) -> Tensors:
     """Log attention as a function of `inputs`; the state after the tokens is wanted if one is given."""
     state = None if log_s is None or log_z is None else LogAttentionState(log_s, log_z)
     outputs = BACKENDS[backend](**inputs, causal=True, state=state, return_state=state is not None)

@@ -62,15 +62,25 @@ def chunked_log_attention(
     """As `log_attention`. It saves its inputs and at most T / CHUNK states for the backward pass."""
     state = empty_state(q, log_v) if state is None else state
     refuse_transforms(*NAMES, q, k, log_v, log_f, *state)
-    log_s = torch.cat([state.log_s, state.log_z.unsqueeze(-1)], dim=-1)  # (B, H, d_k, E), E = d_v + 1
-    log_y, log_s, *_ = _attend(q, k, log_v, log_f, log_s.to(accumulation_dtype(q)), causal, return_state)
+    log_s = torch.cat(
+        [state.log_s, state.log_z.unsqueeze(-1)], dim=-1
+    )  # (B, H, d_k, E), E = d_v + 1
+    log_y, log_s, *_ = _attend(
+        q, k, log_v, log_f, log_s.to(accumulation_dtype(q)), causal, return_state
+    )
     log_y = log_y.to(log_v.dtype)
     return (log_y, LogAttentionState(log_s[..., :-1], log_s[..., -1])) if return_state else log_y
 
 
 @operator("log_attention")
 def _attend(
-    q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, log_s: Tensor, causal: bool, want_state: bool
+    q: Tensor,
+    k: Tensor,
+    log_v: Tensor,
+    log_f: Tensor | None,
+    log_s: Tensor,
+    causal: bool,
+    want_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return log_y (B, H, T, d_v) and the state after, from the arguments and the state log_s (B, H, d_k, E).
 
@@ -93,7 +103,9 @@ class _Results(NamedTuple):
 
     def of(self, batch: slice) -> "_Results":
         """Select elements of the batch."""
-        return _Results(self.log_y[batch], self.log_s[batch], self.M[:, batch], self.doubtful[:, batch])
+        return _Results(
+            self.log_y[batch], self.log_s[batch], self.M[:, batch], self.doubtful[:, batch]
+        )
 
 
 def _empty_results(inputs: Inputs, causal: bool) -> _Results:
@@ -110,7 +122,13 @@ def _empty_results(inputs: Inputs, causal: bool) -> _Results:
 
 @_attend.register_fake
 def _(
-    q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, log_s: Tensor, causal: bool, want_state: bool
+    q: Tensor,
+    k: Tensor,
+    log_v: Tensor,
+    log_f: Tensor | None,
+    log_s: Tensor,
+    causal: bool,
+    want_state: bool,
 ) -> tuple[Tensor, ...]:
     return _empty_results(Inputs(q, k, log_v, log_f, log_s), causal)
 
@@ -132,7 +150,9 @@ def _forward(inputs: Inputs, causal: bool, want_state: bool) -> _Results:
     return results
 
 
-def _causal_forward(inputs: Inputs, frames: Frames, certificate: exact.Certificate, results: _Results) -> None:
+def _causal_forward(
+    inputs: Inputs, frames: Frames, certificate: exact.Certificate, results: _Results
+) -> None:
     results.M[0] = in_first_frame(inputs, frames)
     for i, (tokens, chunks) in enumerate(blocks(inputs.q)):
         here = frames.at(inputs, tokens, chunks)
@@ -147,7 +167,9 @@ def _causal_forward(inputs: Inputs, frames: Frames, certificate: exact.Certifica
         results.doubtful[chunks] = certificate.too_small(sums, tokens.start)
 
 
-def _full_forward(inputs: Inputs, frames: Frames, certificate: exact.Certificate, results: _Results) -> None:
+def _full_forward(
+    inputs: Inputs, frames: Frames, certificate: exact.Certificate, results: _Results
+) -> None:
     """Every query attends to all keys: they are summed into M, which the queries read."""
     M = results.M  # (2, B, H, d_k, E)
     M[:] = in_first_frame(inputs, frames)
@@ -229,7 +251,9 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.mark_non_differentiable(*output[2:])
 
 
-def _backward_of_op(ctx: Any, g_y: Tensor, g_log_s: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def _backward_of_op(
+    ctx: Any, g_y: Tensor, g_log_s: Tensor, *_: Tensor
+) -> tuple[Tensor | None, ...]:
     refuse_second_order(*NAMES)
     *inputs, M, doubtful = ctx.saved_tensors
     gradients = _attend_backward([g_y, g_log_s], inputs, M, doubtful, ctx.causal)
@@ -239,7 +263,9 @@ def _backward_of_op(ctx: Any, g_y: Tensor, g_log_s: Tensor, *_: Tensor) -> tuple
 _attend.register_autograd(_backward_of_op, setup_context=_save_for_backward)
 
 
-def _backward(inputs: Inputs, causal: bool, M: Tensor, doubtful: Tensor, g_y: Tensor, g_log_s: Tensor) -> Inputs:
+def _backward(
+    inputs: Inputs, causal: bool, M: Tensor, doubtful: Tensor, g_y: Tensor, g_log_s: Tensor
+) -> Inputs:
     """Return the gradients, given M and what is doubtful from the forward pass."""
     gradients = inputs.each(torch.empty_like)
     for batch in batches(inputs.q):
@@ -253,7 +279,9 @@ def _backward(inputs: Inputs, causal: bool, M: Tensor, doubtful: Tensor, g_y: Te
     return gradients
 
 
-def _causal_backward(inputs: Inputs, M: Tensor, doubtful: Tensor, g_y: Tensor, g: Tensor, gradients: Inputs) -> None:
+def _causal_backward(
+    inputs: Inputs, M: Tensor, doubtful: Tensor, g_y: Tensor, g: Tensor, gradients: Inputs
+) -> None:
     """Write the gradients, given those of log_y and of the last M, g (B, H, d_k, E)."""
     frames = frames_of(inputs, causal=True)
     for i, (tokens, chunks) in reversed(list(enumerate(blocks(inputs.q)))):
@@ -266,7 +294,9 @@ def _causal_backward(inputs: Inputs, M: Tensor, doubtful: Tensor, g_y: Tensor, g
         A = gates.weigh(e_q @ e_k.mT)  # (n, B, H, C, C)
         sums = _add_product(from_start @ Ms[:-1], A, e_v)
         g_sums = _of_sums(sums, doubtful, g_y, tokens, here)  # (n, B, H, C, E)
-        g_seen = from_start.mT @ g_sums  # (n, B, H, d_k, E): gradient of M through the chunk's queries
+        g_seen = (
+            from_start.mT @ g_sums
+        )  # (n, B, H, d_k, E): gradient of M through the chunk's queries
         g_A = gates.weigh(g_sums @ e_v.mT)
         g_q = _add_product(times(g_sums @ Ms[:-1].mT, gates.start), g_A, e_k).mul_(e_q)
         g_k = g_A.mT @ e_q  # through the chunk's own queries, without the factor e_k
@@ -281,13 +311,17 @@ def _causal_backward(inputs: Inputs, M: Tensor, doubtful: Tensor, g_y: Tensor, g
         write(gradients.log_v[:, :, tokens], g_v)
         if inputs.log_f is not None and gradients.log_f is not None:
             log_f = here.split(inputs.log_f[:, :, tokens], 0.0)
-            g_next = torch.cat([times(g_M, gates.kept)[1:] + g_seen[1:], g_last.unsqueeze(0)])  # of Ms[1:]
+            g_next = torch.cat(
+                [times(g_M, gates.kept)[1:] + g_seen[1:], g_last.unsqueeze(0)]
+            )  # of Ms[1:]
             g_after = (g_next * Ms[1:]).sum(-1).unsqueeze(3)  # (n, B, H, 1, d_k)
             write(gradients.log_f[:, :, tokens], log_f_gradient(g_q, g_k, g_after, log_f))
     torch.mul(g, M[0], out=gradients.log_s)
 
 
-def _full_backward(inputs: Inputs, M: Tensor, doubtful: Tensor, g_y: Tensor, g: Tensor, gradients: Inputs) -> None:
+def _full_backward(
+    inputs: Inputs, M: Tensor, doubtful: Tensor, g_y: Tensor, g: Tensor, gradients: Inputs
+) -> None:
     frames = frames_of(inputs, causal=False)
     for tokens, _ in blocks(inputs.q):
         e_q = queries(inputs, tokens, frames)  # (1, B, H, t, d_k)
@@ -317,7 +351,9 @@ def _of_sums(sums: Tensor, doubtful: Tensor, g_y: Tensor, tokens: slice, frames:
     return g_sums
 
 
-def _backward_again(inputs: Inputs, causal: bool, g: tuple[Tensor, ...], heads: Tensor, gradients: Inputs) -> None:
+def _backward_again(
+    inputs: Inputs, causal: bool, g: tuple[Tensor, ...], heads: Tensor, gradients: Inputs
+) -> None:
     """Recompute the gradients of these heads (B, H), as `_forward_again` does for the results."""
     some, (g_y, g_log_s) = _of_heads(inputs, heads), (x[heads].unsqueeze(1).double() for x in g)
     if inputs.log_s.dtype != torch.float64:
@@ -352,7 +388,9 @@ def _carry(M: Tensor, updates: Tensor, kept: Tensor | None, factor: Tensor) -> T
     return Ms
 
 
-def _carry_back(g_seen: Tensor, g: Tensor, kept: Tensor | None, factor: Tensor) -> tuple[Tensor, Tensor]:
+def _carry_back(
+    g_seen: Tensor, g: Tensor, kept: Tensor | None, factor: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return gradients of M after each chunk (n, B, H, d_k, E), in its own frame, and before the first.
 
     `g_seen` is the gradient through the chunks' queries, and `g` that of the last M that `_carry` returns.

@@ -52,4 +52,7 @@ def blocks(x: Tensor) -> list[tuple[slice, slice]]:
     """Return the tokens and the chunks of each block of x (B, H, T, D)."""
     T, step = x.shape[2], block_chunks(x)
     N = -(-T // CHUNK)
-    return [(slice(CHUNK * n, min(CHUNK * (n + step), T)), slice(n, min(n + step, N))) for n in range(0, N, step)]
+    return [
+        (slice(CHUNK * n, min(CHUNK * (n + step), T)), slice(n, min(n + step, N)))
+        for n in range(0, N, step)
+    ]

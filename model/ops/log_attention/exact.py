@@ -28,7 +28,9 @@ def recomputed_tiles(which: str, device: torch.device) -> Tensor:
     Kernels count on their device without synchronisation; reading the number synchronises.
     """
     if (which, device) not in _counters:
-        with torch.inference_mode(False):  # the counter may be created in inference mode and used in training
+        with torch.inference_mode(
+            False
+        ):  # the counter may be created in inference mode and used in training
             _counters[which, device] = torch.zeros(1, dtype=torch.int64, device=device)
     return _counters[which, device]
 
@@ -40,7 +42,9 @@ class Certificate:
         self._inputs = inputs
         self._seen = 0
         # The last token with a term in a column's sum, and the last reset: -1 in the state, -2 nowhere.
-        self._term = torch.where((inputs.log_s != -torch.inf).any(2, keepdim=True), -1, -2)  # (B, H, 1, E)
+        self._term = torch.where(
+            (inputs.log_s != -torch.inf).any(2, keepdim=True), -1, -2
+        )  # (B, H, 1, E)
         self._reset = torch.full_like(self._term[..., :1], -1)  # (B, H, 1, 1)
 
     def too_small(self, sums: Tensor, start: int | None) -> Tensor:
@@ -60,7 +64,9 @@ class Certificate:
             small &= self._term >= self._reset
         else:
             stop = min(start + n * C, S)
-            small &= split(self._see(stop)[:, :, start - stop :], C, 0)  # the last chunk may be padded
+            small &= split(
+                self._see(stop)[:, :, start - stop :], C, 0
+            )  # the last chunk may be padded
         return small.flatten(3).any(-1)
 
     def lost_heads(self, M: Tensor) -> Tensor:
@@ -72,7 +78,9 @@ class Certificate:
         in_state = self._inputs.log_s != -torch.inf  # (B, H, d_k, E)
         if self._inputs.log_f is not None:
             self._see(has_key.shape[2])
-            has_key = has_key & (torch.arange(has_key.shape[2], device=M.device).unsqueeze(1) >= self._reset)
+            has_key = has_key & (
+                torch.arange(has_key.shape[2], device=M.device).unsqueeze(1) >= self._reset
+            )
             in_state = in_state & (self._reset < 0)
         some = (has_key.to(M.dtype).mT @ has_value.to(M.dtype) > 0) | in_state
         return (small & some).flatten(2).any(-1)
@@ -87,7 +95,11 @@ class Certificate:
         tokens = slice(self._seen, stop)
         has_key, has_value = self._alive(tokens)
         token = torch.arange(self._seen, stop, device=has_key.device).unsqueeze(1)
-        term = torch.where(has_value & has_key.any(-1, keepdim=True), token, self._term).cummax(2).values
+        term = (
+            torch.where(has_value & has_key.any(-1, keepdim=True), token, self._term)
+            .cummax(2)
+            .values
+        )
         reset = self._reset
         if self._inputs.log_f is not None:
             resets = self._inputs.log_f[:, :, tokens] == -torch.inf
@@ -123,13 +135,19 @@ def backward(inputs: Inputs, g_log_S: Tensor, g_log_s: Tensor) -> Inputs:
     T = inputs.k.shape[2]
     tiles, states = _tiles_and_states(inputs)
     k = tiles[1]
-    g_log_S, parts, g = in_chunks(g_log_S, k.shape[2], 0.0), [torch.empty_like(x) for x in tiles], g_log_s
+    g_log_S, parts, g = (
+        in_chunks(g_log_S, k.shape[2], 0.0),
+        [torch.empty_like(x) for x in tiles],
+        g_log_s,
+    )
     gradients: list[Any]
     for n in reversed(range(k.shape[1])):
         g_before = torch.empty_like(g)
         for (h,) in _groups(torch.ones(len(g), dtype=torch.bool, device=g.device), states):
             q_n, k_n, v_n, f_n = (x[h, n] for x in tiles)
-            *gradients, g_before[h] = _gradients(q_n, k_n, v_n, f_n, states[h, n], g_log_S[h, n], g[h])
+            *gradients, g_before[h] = _gradients(
+                q_n, k_n, v_n, f_n, states[h, n], g_log_S[h, n], g[h]
+            )
             for whole, part in zip(parts, gradients, strict=True):
                 whole[h, n] = part
         g = g_before
@@ -145,7 +163,10 @@ def _tiles_and_states(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
     log_f = torch.zeros_like(inputs.k[..., :1]) if inputs.log_f is None else inputs.log_f
     tensors = inputs.q, inputs.k, pad(inputs.log_v, (0, 1)), log_f, inputs.log_s
     *tokens, log_s = (x.flatten(0, 1).to(inputs.log_s.dtype) for x in tensors)
-    tiles = [in_chunks(x, C, fill) for x, fill in zip(tokens, (0.0, -torch.inf, -torch.inf, 0.0), strict=True)]
+    tiles = [
+        in_chunks(x, C, fill)
+        for x, fill in zip(tokens, (0.0, -torch.inf, -torch.inf, 0.0), strict=True)
+    ]
     _, k, log_v, log_f = tiles
     return tiles, _states(k, log_v, log_f, log_s)
 
@@ -174,7 +195,9 @@ def _states(k: Tensor, log_v: Tensor, log_f: Tensor, log_s: Tensor) -> Tensor:
     _, N, C, d_k = k.shape
     before = [log_s]
     heads = max(1, _LARGEST // (C * d_k * log_v.shape[-1]))
-    kept = running_sum(log_f.flip(2), 2).flip(2)  # (G, N, C, .): of what was there before a token, at the chunk's end
+    kept = running_sum(log_f.flip(2), 2).flip(
+        2
+    )  # (G, N, C, .): of what was there before a token, at the chunk's end
     k = k + pad(kept[:, :, 1:], (0, 0, 0, 1))
     for n in range(N):
         parts = [
@@ -185,7 +208,9 @@ def _states(k: Tensor, log_v: Tensor, log_f: Tensor, log_s: Tensor) -> Tensor:
     return torch.stack(before, 1)
 
 
-def _log_sums(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor, log_s: Tensor) -> tuple[Tensor, Tensor]:
+def _log_sums(
+    q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor, log_s: Tensor
+) -> tuple[Tensor, Tensor]:
     """log_S (P, C, E) of P tiles, and the state after each of their tokens (C, P, d_k, E).
 
     q (P, C, d_k), k (P, C, d_k), log_v (P, C, E), log_f (P, C, 1), and the state before each tile, log_s (P, d_k, E).
@@ -199,14 +224,22 @@ def _log_sums(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor, log_s: Tensor)
 
 
 def _gradients(
-    q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor, log_s: Tensor, g_log_S: Tensor, g_after: Tensor
+    q: Tensor,
+    k: Tensor,
+    log_v: Tensor,
+    log_f: Tensor,
+    log_s: Tensor,
+    g_log_S: Tensor,
+    g_after: Tensor,
 ) -> Inputs:
     """Backward of `_log_sums`, from the gradients of log_S (P, C, E) and of the last state (P, d_k, E)."""
     log_S, after = _log_sums(q, k, log_v, log_f, log_s)
     g, g_q, g_k, g_v, g_f = g_after, [], [], [], []
     for t in reversed(range(q.shape[1])):
         s = after[t]  # (P, d_k, E)
-        read = g_log_S[:, t].unsqueeze(-2) * _share(q[:, t].unsqueeze(-1) + s, log_S[:, t].unsqueeze(-2))
+        read = g_log_S[:, t].unsqueeze(-2) * _share(
+            q[:, t].unsqueeze(-1) + s, log_S[:, t].unsqueeze(-2)
+        )
         g = g + read
         written = g * _share(k[:, t].unsqueeze(-1) + log_v[:, t].unsqueeze(-2), s)
         g_q.append(read.sum(-1))

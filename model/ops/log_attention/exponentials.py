@@ -35,7 +35,10 @@ _SMALL = 45
 # normal number (1.2e-38) for each term, which is 1e-10 of the sum for 10,000 terms.
 CERTAIN = {torch.float32: 1e-24, torch.float64: 1e-280}
 _NEAR = 16  # binary digits by which frames before and after a reset may differ so that one will do for both
-_LARGEST_STEP = {torch.float32: 20, torch.float64: 33}  # binary digits by which the frame of a chunk may shrink
+_LARGEST_STEP = {
+    torch.float32: 20,
+    torch.float64: 33,
+}  # binary digits by which the frame of a chunk may shrink
 
 
 class Inputs(NamedTuple):
@@ -105,7 +108,9 @@ def frames_of(inputs: Inputs, causal: bool) -> Frames:
     """Return the frames of all chunks (one chunk if not causal), including the state's tokens as far as known."""
     C = min(CHUNK, inputs.k.shape[2]) if causal else inputs.k.shape[2]
     log_s, log_z = inputs.log_s, inputs.log_s[..., -1]  # (B, H, d_k, E), (B, H, d_k)
-    mean = (log_s[..., :-1] - finite(log_s[..., -1:])).amax(2)  # (B, H, E - 1): of log_v, over the state's tokens
+    mean = (log_s[..., :-1] - finite(log_s[..., -1:])).amax(
+        2
+    )  # (B, H, E - 1): of log_v, over the state's tokens
     kept = reset = lost = None
     if inputs.log_f is not None:
         f = split(inputs.log_f.to(log_s.dtype), C, 0.0)  # (N, B, H, C, 1)
@@ -115,13 +120,23 @@ def frames_of(inputs: Inputs, causal: bool) -> Frames:
     value, value_end, value_apart = _starts_and_ends(mean, inputs.log_v, C, None, reset)
     value, value_end = (pad(x, (0, 1)) for x in (value, value_end))  # the normalizer's column is 0
     steps = key_end[:-1] - finite(key[1:])
-    factor = torch.exp2(steps).unsqueeze(-1) * torch.exp2(value_end[:-1] - finite(value[1:])).unsqueeze(-2)
+    factor = torch.exp2(steps).unsqueeze(-1) * torch.exp2(
+        value_end[:-1] - finite(value[1:])
+    ).unsqueeze(-2)
     if kept is not None:
         # What a chunk's keys lost to underflow grows with the frame's steps: it must stay far below CERTAIN.
-        lost = (steps > _LARGEST_STEP[steps.dtype]).any(-1).any(0) | (kept < -HEAD_REACH[kept.dtype]).any(-1).any(0)
+        lost = (steps > _LARGEST_STEP[steps.dtype]).any(-1).any(0) | (
+            kept < -HEAD_REACH[kept.dtype]
+        ).any(-1).any(0)
     last = key_end[-1].unsqueeze(-1) + finite(value_end[-1]).unsqueeze(-2)
-    own_C, chunks, apart = C if causal else None, slice(None if causal else 1), (key_apart, value_apart)
-    return Frames(key.unsqueeze(3), finite(value).unsqueeze(3), factor, last, own_C, chunks, apart, lost)
+    own_C, chunks, apart = (
+        C if causal else None,
+        slice(None if causal else 1),
+        (key_apart, value_apart),
+    )
+    return Frames(
+        key.unsqueeze(3), finite(value).unsqueeze(3), factor, last, own_C, chunks, apart, lost
+    )
 
 
 def _starts_and_ends(
@@ -139,7 +154,10 @@ def _starts_and_ends(
         first = last = top
     else:  # what is before the first reset, and after the last one
         with_reset = reset.any(3).squeeze(-1)  # (N, B, H)
-        tops = _tops(split(x, C, -torch.inf)[with_reset].to(before.dtype), segment := reset.cumsum(3)[with_reset])
+        tops = _tops(
+            split(x, C, -torch.inf)[with_reset].to(before.dtype),
+            segment := reset.cumsum(3)[with_reset],
+        )
         first, last = top.clone(), top.clone()
         first[with_reset] = tops[:, 0]
         last[with_reset] = tops.gather(1, segment[:, -1:].expand(-1, -1, x.shape[3])).squeeze(1)
@@ -154,7 +172,9 @@ def _starts_and_ends(
     start = frame_above(torch.maximum(left[:-1], first).to(before.dtype) / LN2)
     if reset is None:
         return start, start, False
-    distance = start[with_reset].unsqueeze(1) - frame_above(tops / LN2)  # infinite, or NaN, where there are no terms
+    distance = start[with_reset].unsqueeze(1) - frame_above(
+        tops / LN2
+    )  # infinite, or NaN, where there are no terms
     apart = bool((distance.isfinite() & (distance.abs() > _NEAR)).any())
     end = frame_above(last / LN2)
     if not apart:
@@ -180,13 +200,19 @@ def _at_tokens(start: Tensor, x: Tensor, reset: Tensor) -> Tensor:
 
 def gates_at(inputs: Inputs, tokens: slice, frames: Frames) -> Gates:
     """Return the factors of the gates."""
-    return NO_GATES if inputs.log_f is None else gates_of(frames.split(inputs.log_f[:, :, tokens], 0.0))
+    return (
+        NO_GATES
+        if inputs.log_f is None
+        else gates_of(frames.split(inputs.log_f[:, :, tokens], 0.0))
+    )
 
 
 def queries(inputs: Inputs, tokens: slice, frames: Frames) -> Tensor:
     """e_q (n, B, H, C, d_k), between 0 and about 1; 1 for padding, so that its sums are certain."""
     q = frames.split(inputs.q[:, :, tokens], 0.0)
-    row = frame_above(torch.add(frames.key, q, alpha=1 / LN2).amax(-1, keepdim=True))  # (n, B, H, C, 1)
+    row = frame_above(
+        torch.add(frames.key, q, alpha=1 / LN2).amax(-1, keepdim=True)
+    )  # (n, B, H, C, 1)
     far = FAR[q.dtype]  # a key above it has the frame 8 far, and e_q is 0 for it, too
     beyond = torch.maximum(row, frames.key.amax(-1, keepdim=True)) > far
     return scaled_exp(q, finite(row).masked_fill(beyond, 16 * far), -frames.key)
@@ -218,10 +244,14 @@ def scaled_exp(x: Tensor, *frames: Tensor) -> Tensor:
         if all(_is_small(frame) for frame in frames):
             for frame in frames:
                 result.mul_(torch.exp2(-frame))
-            return result if counts is None else result.mul_(counts)  # masked_fill_ takes 20 times as long
+            return (
+                result if counts is None else result.mul_(counts)
+            )  # masked_fill_ takes 20 times as long
         result.mul_(torch.exp2(-sum(frames[1:], frames[0])))
     else:
-        far = (2 * FAR[x.dtype] + 2**11) * LN2  # -far is 0 even against two frames of -FAR: 2^-2048 is 0 in float64
+        far = (
+            2 * FAR[x.dtype] + 2**11
+        ) * LN2  # -far is 0 even against two frames of -FAR: 2^-2048 is 0 in float64
         x = x.clamp(-far, far)
         steps = (x / (_GRID * LN2)).round_()
         result = (x - steps * _GRID_HIGH).sub_(steps * _GRID_LOW).exp_()
@@ -246,7 +276,11 @@ def log_of_scaled(x: Tensor, frame: Tensor) -> Tensor:
     inside = exponent.abs() < limit
     direct = (mantissa * torch.exp2(exponent.where(inside, 0))).log_()
     # A product that rounds would let a state drift that is passed through many calls.
-    return direct if inside.all() else direct.where(inside, mantissa.log() + exponent * _LN2_LOW + exponent * _LN2_HIGH)
+    return (
+        direct
+        if inside.all()
+        else direct.where(inside, mantissa.log() + exponent * _LN2_LOW + exponent * _LN2_HIGH)
+    )
 
 
 def finite(x: Tensor) -> Tensor:

@@ -28,7 +28,9 @@ def naive_log_attention(
     q, k, log_v = q.to(acc), k.to(acc), log_v.to(acc)
     state = empty_state(q, log_v) if state is None else state
 
-    kv = torch.cat([state.log_s.unsqueeze(2), k.unsqueeze(-1) + log_v.unsqueeze(-2)], dim=2)  # (B, H, 1 + S, d_k, d_v)
+    kv = torch.cat(
+        [state.log_s.unsqueeze(2), k.unsqueeze(-1) + log_v.unsqueeze(-2)], dim=2
+    )  # (B, H, 1 + S, d_k, d_v)
     k = torch.cat([state.log_z.unsqueeze(2), k], dim=2)  # (B, H, 1 + S, d_k)
     if log_f is not None:
         log_s = _forgetting_sums(kv, log_f.to(acc).unsqueeze(-1))
@@ -40,7 +42,9 @@ def naive_log_attention(
         log_s = kv.logsumexp(dim=2, keepdim=True)
         log_z = k.logsumexp(dim=2, keepdim=True)
 
-    log_y = (q.unsqueeze(-1) + log_s).logsumexp(dim=-2) - (q + log_z).logsumexp(dim=-1, keepdim=True)
+    log_y = (q.unsqueeze(-1) + log_s).logsumexp(dim=-2) - (q + log_z).logsumexp(
+        dim=-1, keepdim=True
+    )
     log_y = log_y.to(dtype)  # (B, H, T, d_v)
     return (log_y, LogAttentionState(log_s[:, :, -1], log_z[:, :, -1])) if return_state else log_y
 
@@ -67,6 +71,8 @@ def log_attention_step(
     q, k, log_v = q.mT.to(acc), k.mT.to(acc), log_v.to(acc)  # (B, H, d_k, 1) twice, (B, H, 1, d_v)
     token = LogAttentionState(k + log_v, k.squeeze(-1))
     log_s, log_z = add_states(state, token, None if log_f is None else log_f.squeeze(2).to(acc))
-    log_y = (q + log_s).logsumexp(-2, keepdim=True) - (q + log_z.unsqueeze(-1)).logsumexp(-2, keepdim=True)
+    log_y = (q + log_s).logsumexp(-2, keepdim=True) - (q + log_z.unsqueeze(-1)).logsumexp(
+        -2, keepdim=True
+    )
     log_y = log_y.to(dtype)  # (B, H, 1, d_v)
     return (log_y, LogAttentionState(log_s, log_z)) if return_state else log_y

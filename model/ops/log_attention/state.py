@@ -33,9 +33,13 @@ def merge_states(
         raise ValueError(f"states with log_s and log_z {shapes[:2]} and {shapes[2:]} do not match")
     if log_f_of_second is not None:
         if log_f_of_second.shape != (*first.log_z.shape[:2], 1):
-            raise ValueError(f"log_f_of_second {tuple(log_f_of_second.shape)} must be {(*first.log_z.shape[:2], 1)}")
+            raise ValueError(
+                f"log_f_of_second {tuple(log_f_of_second.shape)} must be {(*first.log_z.shape[:2], 1)}"
+            )
         if log_f_of_second.device.type == "cpu" and not bool((log_f_of_second <= 0).all()):
-            raise ValueError(f"log_f_of_second has a maximum of {float(log_f_of_second.max())}: it must be at most 0")
+            raise ValueError(
+                f"log_f_of_second has a maximum of {float(log_f_of_second.max())}: it must be at most 0"
+            )
     return add_states(first, second, log_f_of_second)
 
 
@@ -46,7 +50,9 @@ def add_states(
     log_s, log_z = first
     if log_f_of_second is not None:
         log_s, log_z = log_s + log_f_of_second.unsqueeze(-1), log_z + log_f_of_second
-    return LogAttentionState(torch.logaddexp(log_s, second.log_s), torch.logaddexp(log_z, second.log_z))
+    return LogAttentionState(
+        torch.logaddexp(log_s, second.log_s), torch.logaddexp(log_z, second.log_z)
+    )
 
 
 def empty_state(q: Tensor, log_v: Tensor) -> LogAttentionState:

@@ -19,7 +19,15 @@ from model.ops.log_attention.chunks import CHUNK
 from model.ops.log_attention.exact import recomputed_tiles
 from model.ops.log_attention.exponentials import CERTAIN
 from model.ops.log_attention.state import LogAttentionState
-from model.ops.log_attention.triton_arguments import Constants, Inputs, Outputs, Saved, Segments, Sums, Tokens
+from model.ops.log_attention.triton_arguments import (
+    Constants,
+    Inputs,
+    Outputs,
+    Saved,
+    Segments,
+    Sums,
+    Tokens,
+)
 from model.ops.log_attention.triton_exact import exact_backward, exact_forward
 from model.ops.log_attention.triton_kernels import backward_sweep, forward_sweep
 
@@ -58,7 +66,9 @@ def triton_log_attention(
     inputs = [x for x in (q, k, log_v, log_f, log_s, log_z) if x is not None]
     refuse_transforms(*NAMES, *inputs)
     save = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    log_y, log_s, log_z, *_ = _attend(q, k, log_v, log_f, log_s, log_z, return_state, save, segments)
+    log_y, log_s, log_z, *_ = _attend(
+        q, k, log_v, log_f, log_s, log_z, return_state, save, segments
+    )
     return (log_y, LogAttentionState(log_s, log_z)) if return_state else log_y
 
 
@@ -88,7 +98,9 @@ def _attend(
     """Return log_y, the state after, and tensors for the backward pass: see `_empty_results`."""
     inputs = _Tensors(q, k, log_v, log_f, log_s, log_z)
     P = _constants(inputs)
-    log_y, log_s_after, log_z_after, *saved, doubtful = results = _empty_results(inputs, want_state, save)
+    log_y, log_s_after, log_z_after, *saved, doubtful = results = _empty_results(
+        inputs, want_state, save
+    )
     outputs = Outputs(_tokens(log_y), Sums(log_s_after, log_z_after) if want_state else None)
     fast, exact = (_saved(*saved), _exact(*saved)) if save else (None, None)
     counter = recomputed_tiles("forward", q.device)
@@ -103,7 +115,9 @@ def _attend(
 
 
 @_attend.register_fake
-def _(q: Tensor, k: Tensor, log_v: Tensor, log_f: Any, log_s: Any, log_z: Any, *flags: Any) -> tuple[Tensor, ...]:
+def _(
+    q: Tensor, k: Tensor, log_v: Tensor, log_f: Any, log_s: Any, log_z: Any, *flags: Any
+) -> tuple[Tensor, ...]:
     return _empty_results(_Tensors(q, k, log_v, log_f, log_s, log_z), *flags[:2])
 
 
@@ -144,17 +158,30 @@ def _attend_backward(
     They are computed from those of log_y and, if there are more, of the state, and from what the forward pass saved.
     """
     tensors, (g_y, *g_state), (*state, doubtful) = _Tensors._make(inputs), g, saved
-    P, to, counter = _constants(tensors), _empty_gradients(tensors), recomputed_tiles("backward", g_y.device)
+    P, to, counter = (
+        _constants(tensors),
+        _empty_gradients(tensors),
+        recomputed_tiles("backward", g_y.device),
+    )
     g_of = Outputs(_tokens(g_y), Sums(*(x.contiguous() for x in g_state)) if g_state else None)
     x = _arguments(tensors)
-    g_x = Inputs(to.q, to.k, to.log_v, to.log_f, None if to.log_s is None else Sums(to.log_s, to.log_z), *x[5:])
+    g_x = Inputs(
+        to.q,
+        to.k,
+        to.log_v,
+        to.log_f,
+        None if to.log_s is None else Sums(to.log_s, to.log_z),
+        *x[5:],
+    )
     with torch.cuda.device_of(g_y):
         parts = _segments(tensors, P, segments)
         sweep = functools.partial(backward_sweep[_grid(tensors.q, P, parts)], P=P, **_launch(P))
         if parts is not None:
             sweep(g_of, x, _saved(*state), doubtful, g_x, parts, OWN=True)
         sweep(g_of, x, _saved(*state), doubtful, g_x, parts, OWN=False)
-        exact_backward[_grid(tensors.q, P)](g_of, x, _exact(*state), doubtful, counter, g_x, P=P, num_warps=8)
+        exact_backward[_grid(tensors.q, P)](
+            g_of, x, _exact(*state), doubtful, counter, g_x, P=P, num_warps=8
+        )
     return _summed(to, tensors)
 
 
@@ -175,7 +202,9 @@ def _empty_gradients(inputs: _Tensors) -> _Tensors:
 
     def like(x: Tensor, blocks: int) -> Tensor:
         dtype = x.dtype if blocks == 1 else accumulation_dtype(q)
-        return x.new_empty(blocks * B, x.shape[2], x.shape[1], x.shape[3], dtype=dtype).transpose(1, 2)
+        return x.new_empty(blocks * B, x.shape[2], x.shape[1], x.shape[3], dtype=dtype).transpose(
+            1, 2
+        )
 
     return _Tensors(
         like(q, blocks),
@@ -194,7 +223,9 @@ def _summed(parts: _Tensors, inputs: _Tensors) -> list[Tensor]:
         if part is None or x is None:
             sums.append(inputs.q.new_empty(0))
         else:
-            sums.append(part if len(part) == len(x) else part.unflatten(0, (-1, len(x))).sum(0).to(x.dtype))
+            sums.append(
+                part if len(part) == len(x) else part.unflatten(0, (-1, len(x))).sum(0).to(x.dtype)
+            )
     return sums
 
 
@@ -212,7 +243,10 @@ def _backward(ctx: Any, *g: Tensor | None) -> tuple[Tensor | None, ...]:
     (B, H, T, d_k), d_v = inputs.q.shape, inputs.log_v.shape[3]
     shapes = [(B, H, T, d_v), (B, H, d_k, d_v), (B, H, d_k)][: 3 if ctx.want_state else 1]
     acc = accumulation_dtype(inputs.q)
-    filled = [inputs.q.new_zeros(shape, dtype=acc) if x is None else x for x, shape in zip(g, shapes, strict=False)]
+    filled = [
+        inputs.q.new_zeros(shape, dtype=acc) if x is None else x
+        for x, shape in zip(g, shapes, strict=False)
+    ]
     gradients = _attend_backward(filled, inputs, saved, ctx.segments)
     wanted = (None if x is None else g_x for x, g_x in zip(inputs, gradients, strict=True))
     return *wanted, None, None, None
@@ -270,7 +304,8 @@ def _constants(inputs: _Tensors) -> Constants:
         OPERAND=tl.float64 if wide else tl.bfloat16 if narrow else tl.float32,
         ACC=tl.float64 if wide else tl.float32,
         PRECISION="ieee" if wide else "tf32" if q.dtype == k.dtype == torch.float16 else "tf32x3",
-        CERTAIN=CERTAIN[acc] * 2.0 ** (shrinks - FEW),  # what a frame rounded to 0 is this much larger in the next
+        CERTAIN=CERTAIN[acc]
+        * 2.0 ** (shrinks - FEW),  # what a frame rounded to 0 is this much larger in the next
         SHRINKS=shrinks,
         SPAN=span,
         Z_SPAN=z_span,
@@ -297,7 +332,12 @@ def _segments(inputs: _Tensors, P: Constants, most: int) -> Segments | None:
     if S == 1:
         return None
     if log_f is not None:
-        log_f = pad(log_f.to(acc), (0, 0, 0, S * chunks * P.C - T)).unflatten(2, (S, -1)).sum(3).reshape(G, S)
+        log_f = (
+            pad(log_f.to(acc), (0, 0, 0, S * chunks * P.C - T))
+            .unflatten(2, (S, -1))
+            .sum(3)
+            .reshape(G, S)
+        )
     shapes = (G, S, d_k, d_v), (G * P.BLOCKS, S, d_k), (G, S, d_k), (G, S, d_v)
     return Segments(_saved(*(q.new_empty(shape, dtype=acc) for shape in shapes)), log_f, chunks)
 
@@ -306,7 +346,11 @@ def _programs_at_once(device: torch.device, P: Constants) -> int:
     """How many programs a GPU runs at once: the registers of a multiprocessor are enough for 8 warps."""
     if device.type != "cuda":
         return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count * 8 // _launch(P)["num_warps"]
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        * 8
+        // _launch(P)["num_warps"]
+    )
 
 
 @functools.cache
@@ -320,6 +364,10 @@ def fastest_segments(programs: int, chunks: int, at_once: int) -> int:
     """
 
     def time(segments: int) -> float:
-        return chunks if segments == 1 else (1 + OWN_PART) * -(-chunks // segments) + JOIN * segments + START
+        return (
+            chunks
+            if segments == 1
+            else (1 + OWN_PART) * -(-chunks // segments) + JOIN * segments + START
+        )
 
     return min(range(1, max(1, at_once // programs) + 1), key=time)

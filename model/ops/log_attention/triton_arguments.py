@@ -16,7 +16,9 @@ def _let_functions_return_none() -> None:
     to_tensor = TritonSemantic.to_tensor
 
     def unless_none(self: Any, x: Any, check_type: bool = True) -> Any:
-        return x if isinstance(x, tl.constexpr) and x.value is None else to_tensor(self, x, check_type)
+        return (
+            x if isinstance(x, tl.constexpr) and x.value is None else to_tensor(self, x, check_type)
+        )
 
     TritonSemantic.to_tensor = unless_none
 
@@ -192,7 +194,12 @@ def state_of(x, g, part, P: tl.constexpr):
 @triton.jit
 def heads_of(x, g, P: tl.constexpr):
     """Head g of all arguments."""
-    q, k, log_v, log_f = head_of(x.q, g, x.H), head_of(x.k, g, x.H), head_of(x.log_v, g, x.H), head_of(x.log_f, g, x.H)
+    q, k, log_v, log_f = (
+        head_of(x.q, g, x.H),
+        head_of(x.k, g, x.H),
+        head_of(x.log_v, g, x.H),
+        head_of(x.log_f, g, x.H),
+    )
     return Inputs(q, k, log_v, log_f, state_of(x.state, g, g, P), x.H, x.T)
 
 
@@ -201,7 +208,10 @@ def gradients_of(to, program, P: tl.constexpr):
     """Head g of all gradients, and the program's part of those that are sums over all values."""
     g, part = program.g, program.part
     q, k = packed_head(to.q, part, to.T, to.H, P.D_K), packed_head(to.k, part, to.T, to.H, P.D_K)
-    log_v, log_f = packed_head(to.log_v, g, to.T, to.H, P.D_V), packed_head(to.log_f, part, to.T, to.H, 1)
+    log_v, log_f = (
+        packed_head(to.log_v, g, to.T, to.H, P.D_V),
+        packed_head(to.log_f, part, to.T, to.H, 1),
+    )
     return Inputs(q, k, log_v, log_f, state_of(to.state, g, part, P), to.H, to.T)
 
 
@@ -211,7 +221,9 @@ def load_chunk(head, n, length, column, fill, D: tl.constexpr, P: tl.constexpr):
     rows = tl.arange(0, P.C)
     token = head.pointer + n * P.C * tl.cast(head.stride, tl.int64)
     here = (n * P.C + rows < length)[:, None] & (column < D)[None, :]
-    return tl.load(token + rows[:, None] * head.stride + column[None, :], mask=here, other=fill).to(P.ACC)
+    return tl.load(token + rows[:, None] * head.stride + column[None, :], mask=here, other=fill).to(
+        P.ACC
+    )
 
 
 @triton.jit
@@ -220,21 +232,31 @@ def store_chunk(x, head, n, length, column, D: tl.constexpr, P: tl.constexpr):
     rows = tl.arange(0, P.C)
     token = head.pointer + n * P.C * tl.cast(head.stride, tl.int64)
     here = (n * P.C + rows < length)[:, None] & (column < D)[None, :]
-    tl.store(token + rows[:, None] * head.stride + column[None, :], x.to(head.pointer.dtype.element_ty), mask=here)
+    tl.store(
+        token + rows[:, None] * head.stride + column[None, :],
+        x.to(head.pointer.dtype.element_ty),
+        mask=here,
+    )
 
 
 @triton.jit
 def load_gates(head, n, length, P: tl.constexpr):
     """The gates of chunk n of a head (C,); 0 after the last token."""
     t = n * P.C + tl.arange(0, P.C)
-    return tl.load(head.pointer + t * tl.cast(head.stride, tl.int64), mask=t < length, other=0.0).to(P.ACC)
+    return tl.load(
+        head.pointer + t * tl.cast(head.stride, tl.int64), mask=t < length, other=0.0
+    ).to(P.ACC)
 
 
 @triton.jit
 def store_gates(x, head, n, length, P: tl.constexpr):
     """Undo `load_gates`."""
     t = n * P.C + tl.arange(0, P.C)
-    tl.store(head.pointer + t * tl.cast(head.stride, tl.int64), x.to(head.pointer.dtype.element_ty), mask=t < length)
+    tl.store(
+        head.pointer + t * tl.cast(head.stride, tl.int64),
+        x.to(head.pointer.dtype.element_ty),
+        mask=t < length,
+    )
 
 
 @triton.jit
@@ -249,7 +271,12 @@ def empty(fill, dtype: tl.constexpr, P: tl.constexpr):
 def load_state(of_head, n, program, fill, P: tl.constexpr):
     """Load slot n of the states of a head; `fill` where there is none."""
     here = (program.d < P.D_K)[:, None] & (program.e < P.D_V)[None, :]
-    of_slot = of_head.s + n * tl.cast(P.D_K * P.D_V, tl.int64) + program.d[:, None] * P.D_V + program.e[None, :]
+    of_slot = (
+        of_head.s
+        + n * tl.cast(P.D_K * P.D_V, tl.int64)
+        + program.d[:, None] * P.D_V
+        + program.e[None, :]
+    )
     z = tl.load(of_head.z + n * P.D_K + program.d, mask=program.d < P.D_K, other=fill)
     return Sums(tl.load(of_slot, mask=here, other=fill), z)
 
@@ -258,7 +285,12 @@ def load_state(of_head, n, program, fill, P: tl.constexpr):
 def store_state(of_head, n, s, z, program, P: tl.constexpr):
     """Undo `load_state`. All blocks of a head store the same normalizer's column."""
     here = (program.d < P.D_K)[:, None] & (program.e < P.D_V)[None, :]
-    of_slot = of_head.s + n * tl.cast(P.D_K * P.D_V, tl.int64) + program.d[:, None] * P.D_V + program.e[None, :]
+    of_slot = (
+        of_head.s
+        + n * tl.cast(P.D_K * P.D_V, tl.int64)
+        + program.d[:, None] * P.D_V
+        + program.e[None, :]
+    )
     tl.store(of_slot, s, mask=here)
     tl.store(of_head.z + n * P.D_K + program.d, z, mask=program.d < P.D_K)
 

@@ -43,7 +43,9 @@ def exact_forward(x, outputs, saved, doubtful, counter, P: tl.constexpr):
     for n in range(N):
         if saved is not None:
             if n % P.SPAN == 0:
-                store_state(_spans_of(saved, program.g, P), n // P.SPAN, state.s, state.z, program, P)
+                store_state(
+                    _spans_of(saved, program.g, P), n // P.SPAN, state.s, state.z, program, P
+                )
         is_doubtful = any_of(doubtful + n * P.BLOCKS, P.BLOCKS)
         repaired += is_doubtful
         for t in range(n * P.C, tl.minimum(n * P.C + P.C, x.T)):
@@ -55,7 +57,9 @@ def exact_forward(x, outputs, saved, doubtful, counter, P: tl.constexpr):
     if program.block == 0:
         tl.atomic_add(counter, repaired)
     if outputs.state is not None:
-        store_state(state_of(outputs.state, program.g, program.g, P), 0, state.s, state.z, program, P)
+        store_state(
+            state_of(outputs.state, program.g, program.g, P), 0, state.s, state.z, program, P
+        )
 
 
 @triton.jit
@@ -65,7 +69,11 @@ def exact_backward(g_of, x, saved, doubtful, counter, to, P: tl.constexpr):
     N = tl.cdiv(x.T, P.C)
     if any_of(doubtful + program.g * (N + 1) * P.BLOCKS, (N + 1) * P.BLOCKS) == 0:
         return
-    x, to, g_y = heads_of(x, program.g, P), gradients_of(to, program, P), head_of(g_of.log_y, program.g, x.H)
+    x, to, g_y = (
+        heads_of(x, program.g, P),
+        gradients_of(to, program, P),
+        head_of(g_of.log_y, program.g, x.H),
+    )
     spans = _spans_of(saved, program.g, P)
     if program.block == 0:
         tl.atomic_add(counter, N)
@@ -179,6 +187,9 @@ def _store_read(g, g_y, x, t, state, to, program, P: tl.constexpr):
 def _store_written(g, x, t, state, to, program, P: tl.constexpr):
     """Store the gradients of key and value t, given that of the state with them."""
     k_t, v_t = _load(x.k, t, program.d, P.D_K), _load(x.log_v, t, program.e, P.D_V)
-    written, written_z = g.s * _share(k_t[:, None] + v_t[None, :], state.s), g.z * _share(k_t, state.z)
+    written, written_z = (
+        g.s * _share(k_t[:, None] + v_t[None, :], state.s),
+        g.z * _share(k_t, state.z),
+    )
     _store(to.k, t, program.d, P.D_K, tl.sum(written, 1) + written_z)
     _store(to.log_v, t, program.e, P.D_V, tl.sum(written, 0))

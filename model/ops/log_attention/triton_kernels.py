@@ -104,12 +104,16 @@ def forward_sweep(x, outputs, saved, doubtful, segments, OWN: tl.constexpr, P: t
             e_q = exp_of_queries(load_chunk(x.q, n, x.T, program.d, 0.0, P.D_K, P), key, P)
             A = product(e_q, tl.trans(e_k), P)
             z_read = tl.sum(e_q.to(P.ACC) * z[None, :], 1)
-            _, sums, z_sums = _causal_sums(A, between(gates, A), e_q, e_v, M, z_read, gates, P)  # (C, BV), (C,)
+            _, sums, z_sums = _causal_sums(
+                A, between(gates, A), e_q, e_v, M, z_read, gates, P
+            )  # (C, BV), (C,)
             y = log_of_scaled(sums * (1.0 / z_sums)[:, None], finite(value)[None, :])
             store_chunk(y, log_y, n, x.T, program.e, P.D_V, P)
             unsure = 0
             if _some_doubtful(sums, z_sums, n, x, program, P):
-                k_n = load_chunk(x.k, n, x.T, program.d, NOTHING, P.D_K, P)  # loaded again to save registers
+                k_n = load_chunk(
+                    x.k, n, x.T, program.d, NOTHING, P.D_K, P
+                )  # loaded again to save registers
                 v_n = load_chunk(x.log_v, n, x.T, program.e, NOTHING, P.D_V, P)
                 terms, z_terms = _visible_terms(k_n, v_n, key_before, value_before, gates, P)
                 unsure |= _lacks_something(sums, z_sums, terms, z_terms, n, x, program, P)
@@ -125,7 +129,13 @@ def forward_sweep(x, outputs, saved, doubtful, segments, OWN: tl.constexpr, P: t
             M, z = M * decay[:, None], z * decay
 
     if OWN:
-        _save(_slots_of(segments.own, program.g, P), tl.program_id(1), State(M, z, key, value), program, P)
+        _save(
+            _slots_of(segments.own, program.g, P),
+            tl.program_id(1),
+            State(M, z, key, value),
+            program,
+            P,
+        )
     elif stop == N:
         lost = 0
         if saved is not None:
@@ -136,7 +146,9 @@ def forward_sweep(x, outputs, saved, doubtful, segments, OWN: tl.constexpr, P: t
             lost |= tl.max(((key > NOTHING) & is_doubtful(z, P.CERTAIN)).to(tl.int32))
             log_s = log_of_scaled(M, finite(key)[:, None] + finite(value)[None, :])
             log_z = log_of_scaled(z, finite(key))
-            store_state(state_of(outputs.state, program.g, program.g, P), 0, log_s, log_z, program, P)
+            store_state(
+                state_of(outputs.state, program.g, program.g, P), 0, log_s, log_z, program, P
+            )
         tl.store(doubtful + N * P.BLOCKS, lost)
 
 
@@ -150,7 +162,11 @@ def backward_sweep(g_of, x, saved, doubtful, to, segments, OWN: tl.constexpr, P:
     N = tl.cdiv(x.T, P.C)
     if any_of(doubtful + program.g * (N + 1) * P.BLOCKS, (N + 1) * P.BLOCKS):
         return  # exact_backward computes this head
-    x, to, g_y = heads_of(x, program.g, P), gradients_of(to, program, P), head_of(g_of.log_y, program.g, x.H)
+    x, to, g_y = (
+        heads_of(x, program.g, P),
+        gradients_of(to, program, P),
+        head_of(g_of.log_y, program.g, x.H),
+    )
     saved = _slots_of(saved, program.g, P)
 
     first, stop = chunks_of(segments, N)
@@ -162,7 +178,9 @@ def backward_sweep(g_of, x, saved, doubtful, to, segments, OWN: tl.constexpr, P:
         if program.block == 0:
             g_z = _over(g_norm, z)
     if segments is not None and not OWN:
-        g_M, g_z, key, value = _before_segments(State(g_M, g_z, key, value), saved, segments, program, P)
+        g_M, g_z, key, value = _before_segments(
+            State(g_M, g_z, key, value), saved, segments, program, P
+        )
 
     for i in tl.range(stop - first, disable_licm=True):
         n = stop - 1 - i
@@ -178,8 +196,14 @@ def backward_sweep(g_of, x, saved, doubtful, to, segments, OWN: tl.constexpr, P:
         within = between(gates, A)
         A, sums, z_sums = _causal_sums(A, within, e_q, e_v, M, applied(e_q, z, P), gates, P)
         g_n = load_chunk(g_y, n, x.T, program.e, 0.0, P.D_V, P)  # (C, BV)
-        g_sums, g_z_sums = _over(g_n, sums), _over(-tl.sum(g_n, 1), z_sums)  # log_y = log(sums / z_sums)
-        g_read, g_z_read = times(g_sums, gates.start).to(P.OPERAND), times(g_z_sums, gates.start)  # from the state
+        g_sums, g_z_sums = (
+            _over(g_n, sums),
+            _over(-tl.sum(g_n, 1), z_sums),
+        )  # log_y = log(sums / z_sums)
+        g_read, g_z_read = (
+            times(g_sums, gates.start).to(P.OPERAND),
+            times(g_z_sums, gates.start),
+        )  # from the state
         g_sums = g_sums.to(P.OPERAND)
         if not OWN:
             g_A = product(g_sums, tl.trans(e_v), P) + g_z_sums[:, None]
@@ -193,7 +217,9 @@ def backward_sweep(g_of, x, saved, doubtful, to, segments, OWN: tl.constexpr, P:
         if x.log_f is None:
             value_decay = power_of_two(value - finite(value_after))  # at most 1
         else:
-            value_decay = power_of_two(tl.minimum(value - finite(value_after), 0.0))  # less after a reset, of nothing
+            value_decay = power_of_two(
+                tl.minimum(value - finite(value_after), 0.0)
+            )  # less after a reset, of nothing
         g_M *= decay[:, None] * value_decay[None, :]
         g_z *= decay
         if not OWN:
@@ -214,7 +240,9 @@ def backward_sweep(g_of, x, saved, doubtful, to, segments, OWN: tl.constexpr, P:
             g_q = to_q * e_q.to(P.ACC)
             store_chunk(g_q, to.q, n, x.T, program.d, P.D_K, P)
             if x.log_f is not None:
-                store_gates(gates_gradient(g_rows + tl.sum(g_q, 1), g_after, gates), to.log_f, n, x.T, P)
+                store_gates(
+                    gates_gradient(g_rows + tl.sum(g_q, 1), g_after, gates), to.log_f, n, x.T, P
+                )
 
     if OWN:
         store_state(_own_gradients(segments, program, P), tl.program_id(1), g_M, g_z, program, P)
@@ -238,7 +266,9 @@ def _after_segments(state, segments, program, P: tl.constexpr):
             key, value = tl.maximum(key, key_s), tl.maximum(value, value_s)
         else:
             key = tl.maximum(frame_of(key + log_f * LOG2E, P.OPERAND), key_s)
-            value_left = tl.where(log_f > NOTHING, value, NOTHING)  # of columns without values in the segment
+            value_left = tl.where(
+                log_f > NOTHING, value, NOTHING
+            )  # of columns without values in the segment
             value = tl.where(value_s > NOTHING, tl.maximum(value, value_s), value_left)
         decay, value_decay = _across(key_before, key, value_before, value, log_f)
         own_decay = power_of_two(key_s - finite(key))
@@ -277,14 +307,18 @@ def _across(key, key_after, value, value_after, log_f):
     """The factors (BK,) and (BV,) of a segment, from M before it to what is left of it in the frames after it."""
     shift = key - finite(key_after)
     decay = power_of_two(shift) if log_f is None else tl.exp2(shift + log_f * LOG2E)
-    return decay, power_of_two(tl.minimum(value - finite(value_after), 0.0))  # less after a reset, of nothing
+    return decay, power_of_two(
+        tl.minimum(value - finite(value_after), 0.0)
+    )  # less after a reset, of nothing
 
 
 @triton.jit
 def exp_of_queries(q, key, P: tl.constexpr):
     """Return e_q for q (C, BK): scaled by a power of two for each row, including the frame of the keys."""
     row = frame_of(tl.max(q * LOG2E + key[None, :], 1), P.OPERAND)
-    row = tl.where(tl.maximum(row, tl.max(key, 0)) == LOST, 2 * LOST, row)  # e_q is then 0 beside a lost key, too
+    row = tl.where(
+        tl.maximum(row, tl.max(key, 0)) == LOST, 2 * LOST, row
+    )  # e_q is then 0 beside a lost key, too
     return once(exp_measured(q, finite(row)[:, None] - key[None, :], P.OPERAND).to(P.OPERAND), P)
 
 
@@ -302,10 +336,16 @@ def _first_state(x, program, P: tl.constexpr):
     """Return the state before the first token."""
     if x.state is None:
         M, z = empty(0.0, P.ACC, P)
-        key, value = tl.full(program.d.shape, NOTHING, P.ACC), tl.full(program.e.shape, NOTHING, P.ACC)
+        key, value = (
+            tl.full(program.d.shape, NOTHING, P.ACC),
+            tl.full(program.e.shape, NOTHING, P.ACC),
+        )
     else:
         s, z = load_state(x.state, 0, program, NOTHING, P)
-        key, value = frame_of(z * LOG2E, P.OPERAND), frame_of(tl.max(s - finite(z)[:, None], 0) * LOG2E, P.OPERAND)
+        key, value = (
+            frame_of(z * LOG2E, P.OPERAND),
+            frame_of(tl.max(s - finite(z)[:, None], 0) * LOG2E, P.OPERAND),
+        )
         M = exp_measured(s, finite(key)[:, None] + finite(value)[None, :], P.ACC)
         z = exp_measured(z, finite(key), P.ACC)
     return State(M, z, key, value)
@@ -332,7 +372,12 @@ def _saved(saved, n, program, P: tl.constexpr):
     """Undo `_save`."""
     M, z = load_state(saved.state, n, program, 0.0, P)
     key = tl.load(saved.key + n * P.D_K + program.d, mask=program.d < P.D_K, other=NOTHING)
-    return State(M, z, key, tl.load(saved.value + n * P.D_V + program.e, mask=program.e < P.D_V, other=NOTHING))
+    return State(
+        M,
+        z,
+        key,
+        tl.load(saved.value + n * P.D_V + program.e, mask=program.e < P.D_V, other=NOTHING),
+    )
 
 
 @triton.jit
@@ -366,7 +411,9 @@ def _visible_terms(k, v, key_before, value_before, gates, P: tl.constexpr):
     rows = tl.arange(0, P.C)
     alive = tl.max((k != NOTHING).to(tl.int32), 1) > 0  # (C,); NaN is alive
     values = alive[:, None] & (v != NOTHING)
-    before_k = tl.where(tl.max(key_before, 0) > NOTHING, 0, P.C)  # 0 if earlier tokens are terms, else C
+    before_k = tl.where(
+        tl.max(key_before, 0) > NOTHING, 0, P.C
+    )  # 0 if earlier tokens are terms, else C
     before_v = tl.where(value_before > NOTHING, before_k, P.C)  # (BV,)
     if gates.each is None:  # all from the first on
         first_k = tl.minimum(tl.min(tl.where(alive, rows, P.C), 0), before_k)
@@ -374,13 +421,20 @@ def _visible_terms(k, v, key_before, value_before, gates, P: tl.constexpr):
         return rows[:, None] >= first_v[None, :], rows >= first_k
     else:
         segment, start = gates.segment, gates.segment == 0
-        visible = (segment[:, None] == segment[None, :]) & (rows[:, None] >= rows[None, :])  # (C, C)
+        visible = (segment[:, None] == segment[None, :]) & (
+            rows[:, None] >= rows[None, :]
+        )  # (C, C)
         # Without `once`, Triton 3.7 does not compile it for 64 keys and 32 values on compute capability 8.0. Triton's
         # interpreter takes the bits of a truth value for those of a bfloat16, unless they pass through another type.
-        visible_1, values_1 = once(visible.to(P.ACC).to(P.OPERAND), P), once(values.to(P.ACC).to(P.OPERAND), P)
+        visible_1, values_1 = (
+            once(visible.to(P.ACC).to(P.OPERAND), P),
+            once(values.to(P.ACC).to(P.OPERAND), P),
+        )
         tokens = product(visible_1, values_1, P) > 0.0
         z_tokens = tl.max((visible & alive[None, :]).to(tl.int32), 1) > 0
-        return tokens | (start[:, None] & (before_v == 0)[None, :]), z_tokens | (start & (before_k == 0))
+        return tokens | (start[:, None] & (before_v == 0)[None, :]), z_tokens | (
+            start & (before_k == 0)
+        )
 
 
 @triton.jit

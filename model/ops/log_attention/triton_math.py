@@ -74,12 +74,16 @@ def exp_measured(x, frame, OPERAND: tl.constexpr):
     """
     if OPERAND == tl.bfloat16:
         x = tl.clamp(x, -1400.0, 1400.0, propagate_nan=tl.PropagateNan.ALL)
-        return tl.exp2((x * LOG2E + 6144.0) - (6144.0 + frame))  # 1.5 x 2^12, whose last bit is 2^-11
+        return tl.exp2(
+            (x * LOG2E + 6144.0) - (6144.0 + frame)
+        )  # 1.5 x 2^12, whose last bit is 2^-11
     else:
         wide: tl.constexpr = x.dtype == tl.float64
         large: tl.constexpr = 1.5 * 2.0**52 if wide else 1.5 * 2.0**23
         # In float64, Triton 3.7 compiles limits of equal size to an instruction that only float32 has.
-        x = tl.clamp(x, -(2.0**21), 2.0**21 + (1.0 if wide else 0.0), propagate_nan=tl.PropagateNan.ALL)
+        x = tl.clamp(
+            x, -(2.0**21), 2.0**21 + (1.0 if wide else 0.0), propagate_nan=tl.PropagateNan.ALL
+        )
         n = (x * LOG2E + large) - large
         rest = (x - n * LN2_HIGH) - n * LN2_LOW  # x - n ln 2, between -0.35 and 0.35
         return tl.exp2(rest * LOG2E) * power_of_two(n - frame)
@@ -108,7 +112,9 @@ def reciprocal(x):
     if INTERPRETED or x.dtype == tl.float64:
         return 1.0 / x
     else:
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
@@ -117,7 +123,9 @@ def _log2_of_mantissa(x):
     if INTERPRETED or x.dtype == tl.float64:
         return tl.log2(x)
     else:
-        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
@@ -130,7 +138,9 @@ def once(x, P: tl.constexpr):
         return x
     else:
         pack: tl.constexpr = 2 if x.dtype == tl.bfloat16 else 1  # to 32 bits
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, is_pure=False, pack=pack)
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], x.dtype, is_pure=False, pack=pack
+        )
 
 
 @triton.jit
@@ -150,7 +160,9 @@ def applied(a, x, P: tl.constexpr):
         high = x.to(P.OPERAND).to(P.ACC)
         middle = (x - high).to(P.OPERAND).to(P.ACC)
         low = (x - high) - middle
-        digits = tl.where(column == 0, high[:, None], tl.where(column == 1, middle[:, None], low[:, None]))
+        digits = tl.where(
+            column == 0, high[:, None], tl.where(column == 1, middle[:, None], low[:, None])
+        )
         return tl.sum(product(a, tl.where(column < 3, digits, 0.0), P), 1)
     else:
         return tl.sum(a.to(P.ACC) * x[None, :], 1)
@@ -192,10 +204,17 @@ def gates_of(log_f, n, T, P: tl.constexpr):
         high = (bounded + large) - large
         low = bounded - high
         is_reset = (f == NOTHING).to(tl.int32)
-        highs, lows, high_total, low_total = tl.cumsum(high, 0), tl.cumsum(low, 0), tl.sum(high, 0), tl.sum(low, 0)
+        highs, lows, high_total, low_total = (
+            tl.cumsum(high, 0),
+            tl.cumsum(low, 0),
+            tl.sum(high, 0),
+            tl.sum(low, 0),
+        )
         end = (high_total - highs) + (low_total - lows)
         segment, resets = tl.cumsum(is_reset, 0), tl.sum(is_reset, 0)
-        return ChunkGates(f, highs, lows, segment, highs + lows, end, high_total + low_total, resets)
+        return ChunkGates(
+            f, highs, lows, segment, highs + lows, end, high_total + low_total, resets
+        )
 
 
 @triton.jit
@@ -205,7 +224,9 @@ def between(gates, A):
         return None
     else:
         high = beside(tl.broadcast_to(gates.high[:, None], A.shape), A)
-        return tl.exp2(((high - gates.high[None, :]) + (gates.low[:, None] - gates.low[None, :])) * LOG2E)
+        return tl.exp2(
+            ((high - gates.high[None, :]) + (gates.low[:, None] - gates.low[None, :])) * LOG2E
+        )
 
 
 @triton.jit
@@ -214,7 +235,9 @@ def beside(x, y):
     if INTERPRETED or x.dtype != tl.float32:
         return x
     else:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [x, y], tl.float32, is_pure=False, pack=1)
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r,r", [x, y], tl.float32, is_pure=False, pack=1
+        )
 
 
 @triton.jit

@@ -11,10 +11,15 @@ from model.ops.custom import accumulation_dtype, operator, refuse_second_order, 
 from model.ops.kernels import choose_form
 from model.ops.log_recurrence import chunked
 
-NAMES = "log_recurrence", "naive_log_recurrence"  # the operator, and the form that has all derivatives
+NAMES = (
+    "log_recurrence",
+    "naive_log_recurrence",
+)  # the operator, and the form that has all derivatives
 
 
-def naive_log_recurrence(log_p: Tensor, h: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def naive_log_recurrence(
+    log_p: Tensor, h: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """s_t = log(p_t exp(s_{t-1}) + exp(h_t)), s_0 = 0. Arguments and result are those of `log_recurrence`."""
     dtype, acc = h.dtype, accumulation_dtype(h)
     s = torch.zeros_like(h[:, 0], dtype=acc) if state is None else state.to(acc)
@@ -48,10 +53,14 @@ def log_recurrence(
             exist or is not supported here.
     """
     if log_p.shape != h.shape or h.dim() != 3 or 0 in h.shape:
-        raise ValueError(f"log_p {tuple(log_p.shape)} and h {tuple(h.shape)} must both be (B, T, D), with T at least 1")
+        raise ValueError(
+            f"log_p {tuple(log_p.shape)} and h {tuple(h.shape)} must both be (B, T, D), with T at least 1"
+        )
     if state is not None and state.shape != h[:, 0].shape:
         raise ValueError(f"state {tuple(state.shape)} must be (B, D) = {tuple(h[:, 0].shape)}")
-    backend = choose_form("the log recurrence", backend, ("naive", "chunked", "triton"), _find_check, h)
+    backend = choose_form(
+        "the log recurrence", backend, ("naive", "chunked", "triton"), _find_check, h
+    )
     if backend == "naive":
         return naive_log_recurrence(log_p, h, state)
     refuse_transforms(*NAMES, log_p, h, state)
@@ -85,7 +94,9 @@ def _recur_backward(
 
 
 @_recur_backward.register_fake
-def _(g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     return log_p.new_empty(log_p.shape), h.new_empty(h.shape), start.new_empty(start.shape)
 
 
@@ -121,7 +132,11 @@ def check(device: str, dtype: str) -> None:
     """
     for B, T, D in ((2, 1, 1), (1, 65, 35), (2, 64, 48)):
         generator = torch.Generator().manual_seed(T)
-        log_p, h = torch.rand(B, T, 2 * D, generator=generator).to(device, getattr(torch, dtype)).chunk(2, dim=-1)
+        log_p, h = (
+            torch.rand(B, T, 2 * D, generator=generator)
+            .to(device, getattr(torch, dtype))
+            .chunk(2, dim=-1)
+        )
         leaves = {"log_p": log_p.neg(), "h": h, "state": h[:, 0].float() - 1}
         leaves["log_p"][:, T // 2] = -torch.inf
         kernels, definition = (partial(recur, backend) for backend in ("triton", "naive"))

@@ -19,7 +19,9 @@ from torch.nn.functional import pad
 
 from model.ops.custom import in_chunks
 
-CHUNK = 32  # tokens: T / C chunks of C steps take C + T / C dependent steps, fewest near C = sqrt(T)
+CHUNK = (
+    32  # tokens: T / C chunks of C steps take C + T / C dependent steps, fewest near C = sqrt(T)
+)
 
 
 def forward(log_p: Tensor, h: Tensor, start: Tensor) -> Tensor:
@@ -38,12 +40,17 @@ def forward(log_p: Tensor, h: Tensor, start: Tensor) -> Tensor:
     return s.flatten(1, 2)[:, : h.shape[1]].contiguous()
 
 
-def backward(g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, s: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of log_p, h and start, given the gradient of s."""
     types, log_p, h = (log_p.dtype, h.dtype), log_p.to(s.dtype), h.to(s.dtype)
     previous = torch.cat([start.unsqueeze(1), s[:, :-1]], dim=1)
     a = (log_p + previous - s).exp_()  # (B, T, D): share of s_{t-1} in s_t
-    first, kept = s[:, :: min(CHUNK, s.shape[1])].double(), _chunk(log_p.roll(-1, 1), 0.0).double().sum(2)  # (B, N, D)
+    first, kept = (
+        s[:, :: min(CHUNK, s.shape[1])].double(),
+        _chunk(log_p.roll(-1, 1), 0.0).double().sum(2),
+    )  # (B, N, D)
     across = (
         kept[:, :-1] + first[:, :-1] - first[:, 1:]
     ).exp_()  # share of a chunk's first s in the next chunk's first
@@ -65,7 +72,9 @@ def _reverse_linear_recurrence(a: Tensor, g: Tensor, across: Tensor) -> Tensor:
     later = r[:, :, 0].to(torch.float64, copy=True)  # (B, N, D): first r of each chunk
     for n in reversed(range(N - 1)):
         later[:, n].addcmul_(across[:, n], later[:, n + 1])
-    weight = a.flip(2).cumprod(2).flip(2)  # share of the next chunk's first r in each r of this chunk
+    weight = (
+        a.flip(2).cumprod(2).flip(2)
+    )  # share of the next chunk's first r in each r of this chunk
     r[:, :-1].addcmul_(weight[:, :-1], later[:, 1:].to(r.dtype).unsqueeze(2))
     return r.flatten(1, 2)[:, :T].contiguous()
 

@@ -21,9 +21,13 @@ def forward(log_p: Tensor, h: Tensor, start: Tensor) -> Tensor:
     return s
 
 
-def backward(g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, s: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """As in chunked.py, for tensors with any strides."""
-    g_p, g_h, g_start = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (log_p, h, start))
+    g_p, g_h, g_start = (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (log_p, h, start)
+    )
     gradients = {"g_s": g_s.contiguous(), "g_p": g_p, "g_h": g_h, "g_start": g_start}
     _launch(recurrence_backward, log_p, h, start=start.contiguous(), s=s, **gradients)
     return g_p, g_h, g_start
@@ -35,7 +39,14 @@ def _launch(kernel: Any, log_p: Tensor, h: Tensor, **others: Tensor) -> None:
     B, T, D = h.shape
     block = min(_FEATURES, triton.next_power_of_2(D))
     (p_batch, p_token, _), (h_batch, h_token, _) = log_p.stride(), h.stride()
-    sizes = {"T": T, "D": D, "p_batch": p_batch, "p_token": p_token, "h_batch": h_batch, "h_token": h_token}
+    sizes = {
+        "T": T,
+        "D": D,
+        "p_batch": p_batch,
+        "p_token": p_token,
+        "h_batch": h_batch,
+        "h_token": h_token,
+    }
     acc = tl.float64 if others["s"].dtype == torch.float64 else tl.float32
     with torch.cuda.device_of(h):  # kernels are launched on the current device
         launch = kernel[B, triton.cdiv(D, block)]
@@ -84,12 +95,16 @@ def recurrence_forward(
     BD: tl.constexpr,
 ):
     b, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BD + tl.arange(0, BD)
-    carried = tl.load(start + b * D + d, mask=d < D, other=0.0).to(tl.float64)  # s before these tokens
+    carried = tl.load(start + b * D + d, mask=d < D, other=0.0).to(
+        tl.float64
+    )  # s before these tokens
     for first in range(0, T, C):
         t = first + tl.arange(0, C).to(tl.int64)[:, None]
         known = (t < T) & (d < D)[None, :]
         p = tl.load(log_p + b * p_batch + t * p_token + d[None, :], mask=known, other=0.0).to(ACC)
-        x = tl.load(h + b * h_batch + t * h_token + d[None, :], mask=known, other=float("-inf")).to(ACC)
+        x = tl.load(h + b * h_batch + t * h_token + d[None, :], mask=known, other=float("-inf")).to(
+            ACC
+        )
         A, local = tl.associative_scan((p, x), 0, _join_logs)
         joined = _logaddexp(local, A + carried.to(ACC)[None, :])
         tl.store(s + (b * T + t) * D + d[None, :], joined, mask=known)
@@ -123,7 +138,9 @@ def recurrence_backward(
     # The gradient that reaches the token after these, and its s: infinity, so that nothing after the last token counts.
     later, s_later = tl.zeros([BD], tl.float64), tl.full([BD], float("inf"), tl.float64)
     for behind in range(0, T, C):
-        t = T - 1 - behind - tl.arange(0, C).to(tl.int64)[:, None]  # from the last token to the first
+        t = (
+            T - 1 - behind - tl.arange(0, C).to(tl.int64)[:, None]
+        )  # from the last token to the first
         known = (t >= 0) & (d < D)[None, :]
         followed = known & (t < T - 1)
         g = tl.load(g_s + dense + t * D, mask=known, other=0.0)
@@ -134,8 +151,14 @@ def recurrence_backward(
         weight, local = tl.associative_scan((share, g), 0, _join)
         g = local + weight * later.to(ACC)[None, :]
 
-        before = tl.where(t > 0, tl.load(s + dense + (t - 1) * D, mask=known & (t > 0), other=0.0), s_start[None, :])
-        of_p = g * tl.exp(tl.load(log_p + t * p_token, mask=known, other=0.0).to(ACC) + before - now)
+        before = tl.where(
+            t > 0,
+            tl.load(s + dense + (t - 1) * D, mask=known & (t > 0), other=0.0),
+            s_start[None, :],
+        )
+        of_p = g * tl.exp(
+            tl.load(log_p + t * p_token, mask=known, other=0.0).to(ACC) + before - now
+        )
         of_h = g * tl.exp(tl.load(h + t * h_token, mask=known, other=0.0).to(ACC) - now)
         tl.store(g_p + dense + t * D, of_p, mask=known)
         tl.store(g_h + dense + t * D, of_h, mask=known)

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from model.ops.custom import as_autocast, disable, refuse_second_order, refuse_transforms, running_sum
+from model.ops.custom import (
+    as_autocast,
+    disable,
+    refuse_second_order,
+    refuse_transforms,
+    running_sum,
+)
 from model.ops.kernels import choose_form
 from model.ops.sparse_attention.patterns import (
     CAUSAL,
@@ -55,9 +61,16 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern
         ValueError: shapes do not match.
     """
     H, G = q.shape[1], k.shape[1]
-    if k.shape != v.shape or H % G or k.shape != (q.shape[0], G, *q.shape[2:]) or len(patterns) not in (1, H):
+    if (
+        k.shape != v.shape
+        or H % G
+        or k.shape != (q.shape[0], G, *q.shape[2:])
+        or len(patterns) not in (1, H)
+    ):
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        raise ValueError(f"{shapes} and {len(patterns)} patterns: need (B, H, T, D), (B, G, T, D) twice, and 1 or H")
+        raise ValueError(
+            f"{shapes} and {len(patterns)} patterns: need (B, H, T, D), (B, G, T, D) twice, and 1 or H"
+        )
     q, k, v = as_autocast(q, k, v)
     if q.numel() == 0:  # the kernels would divide by 0
         return q.clone()
@@ -67,13 +80,21 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern
     if len(kinds) == 1:
         return _attend(form, q, k, v, kinds[0])
     heads = [[h for h, pattern in enumerate(patterns) if pattern == kind] for kind in kinds]
-    results = [_attend(form, q[:, hs], k[:, hs], v[:, hs], kind) for hs, kind in zip(heads, kinds, strict=True)]
+    results = [
+        _attend(form, q[:, hs], k[:, hs], v[:, hs], kind)
+        for hs, kind in zip(heads, kinds, strict=True)
+    ]
     order = torch.tensor([h for hs in heads for h in hs], device=q.device).argsort()
     return torch.cat(results, dim=1)[:, order]
 
 
 def document_attention(
-    q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern], starts: Tensor, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    patterns: Sequence[Pattern],
+    starts: Tensor,
+    scale: float | None = None,
 ) -> Tensor:
     """`sparse_attention` in which patterns start again with each document, and do not reach beyond it.
 
@@ -90,10 +111,14 @@ def document_attention(
     if alike and q.is_cuda and q.dtype.itemsize == 2 and _form(q) == "flex":
         return _by_flex_attention(q, k, v, patterns[0], starts, scale)
     mask = document_pattern_mask(patterns, starts)
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=k.shape[1] < q.shape[1])
+    return scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, scale=scale, enable_gqa=k.shape[1] < q.shape[1]
+    )
 
 
-def forgetting_attention(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, starts: Tensor | None) -> Tensor | None:
+def forgetting_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, starts: Tensor | None
+) -> Tensor | None:
     """softmax(q k^T / sqrt(D) + a_t - a_j) v over the tokens so far; a is the running sum of log_f, in float32.
 
     Only by FlexAttention: None where it is not used, which is anywhere but on CUDA GPUs, in 16-bit types.
@@ -121,7 +146,9 @@ def _form(q: Tensor) -> str:
     """Choose "tiles", "flex" or "masks"."""
     if q.device.type == "cpu":
         return "tiles"
-    return choose_form("sparse attention", "auto", ("masks", "flex"), _check, q, why_not=_why_not_flex)
+    return choose_form(
+        "sparse attention", "auto", ("masks", "flex"), _check, q, why_not=_why_not_flex
+    )
 
 
 def _check(dtypes: tuple[str, ...], sizes: tuple[int, ...], forgets: bool = False) -> Any:
@@ -175,13 +202,18 @@ class _Joined(torch.autograd.Function):
     """One softmax over the tiles of all parts, by the CPU kernels of `scaled_dot_product_attention`."""
 
     @staticmethod
-    def forward(ctx: Any, layouts: tuple[Tiles, ...], shape: torch.Size, *laid_out: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, layouts: tuple[Tiles, ...], shape: torch.Size, *laid_out: Tensor
+    ) -> Tensor:
         B, H, T, _ = shape
         q = laid_out[0]
         y, lse = None, None
         for n, tiles in enumerate(layouts):
             y_p, lse_p = _aten._scaled_dot_product_flash_attention_for_cpu(
-                *laid_out[3 * n : 3 * n + 3], 0.0, tiles.causal, attn_mask=tile_mask(tiles, T, q.dtype)
+                *laid_out[3 * n : 3 * n + 3],
+                0.0,
+                tiles.causal,
+                attn_mask=tile_mask(tiles, T, q.dtype),
             )
             rows = tiles.rows(T)
             n_rows = rows.stop - rows.start
@@ -237,7 +269,9 @@ def _by_flex_attention(
     attend, _ = _flex_attention()
     (H, T), device = q.shape[1:3], q.device
     k, v = _repeated(k, H), _repeated(v, H)
-    mask = _block_mask(pattern, T, device) if starts is None else _document_block_mask(pattern, starts)
+    mask = (
+        _block_mask(pattern, T, device) if starts is None else _document_block_mask(pattern, starts)
+    )
     add = None
     if log_f is not None:
         scale = q.shape[-1] ** -0.5
@@ -246,7 +280,9 @@ def _by_flex_attention(
     return y
 
 
-def _forgetting(q: Tensor, k: Tensor, log_f: Tensor) -> tuple[Tensor, Tensor, Callable[..., Tensor]]:
+def _forgetting(
+    q: Tensor, k: Tensor, log_f: Tensor
+) -> tuple[Tensor, Tensor, Callable[..., Tensor]]:
     """Return q and k with n more features, and the function that adds a_t - a_j to scores.
 
     To it, a is a constant: FlexAttention would add up gradients of a by atomics, in any order. They are in the gradient
@@ -257,7 +293,9 @@ def _forgetting(q: Tensor, k: Tensor, log_f: Tensor) -> tuple[Tensor, Tensor, Ca
     """
     T, D = q.shape[2:]
     n = 2 ** D.bit_length() - D
-    a = running_sum(log_f.double(), 2).to(torch.promote_types(q.dtype, torch.float32))  # (B, H, T, 1)
+    a = running_sum(log_f.double(), 2).to(
+        torch.promote_types(q.dtype, torch.float32)
+    )  # (B, H, T, 1)
     fixed = a.detach().squeeze(-1)
 
     def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -317,7 +355,9 @@ def _blocks(pattern: Pattern, T: int, device: torch.device) -> tuple[Tensor, Ten
         t = torch.arange(n * _BLOCK, device=device)
         some, every = (torch.zeros(n, n, dtype=torch.bool, device=device) for _ in range(2))
         for row, i in enumerate(t.split(_BLOCK)):
-            seen = pattern_sees(pattern, i.unsqueeze(1), t) & (i.unsqueeze(1) < T) & (t < T)  # (128, n 128)
+            seen = (
+                pattern_sees(pattern, i.unsqueeze(1), t) & (i.unsqueeze(1) < T) & (t < T)
+            )  # (128, n 128)
             blocks = seen.unflatten(1, (n, _BLOCK))
             some[row], every[row] = blocks.any(2).any(0), blocks.all(2).all(0)
         return some, every
@@ -327,7 +367,9 @@ def _of_blocks(some: Tensor, every: Tensor, sees: Callable[..., Tensor], T: int)
     """Return FlexAttention's mask of T x T, given blocks (B, n, n) or (n, n) where it sees some or all pairs."""
     partly, wholly = (_numbered(blocks) for blocks in (some & ~every, every))
     _, BlockMask = _flex_attention()
-    return BlockMask.from_kv_blocks(*partly, *wholly, BLOCK_SIZE=_BLOCK, mask_mod=sees, seq_lengths=(T, T))
+    return BlockMask.from_kv_blocks(
+        *partly, *wholly, BLOCK_SIZE=_BLOCK, mask_mod=sees, seq_lengths=(T, T)
+    )
 
 
 def _numbered(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,10 @@ PATTERNS = {
     "strided": strided(48),
     "longformer": longformer(40, 5),
 }
-IN_DOCUMENTS = {"all keys of a document": CAUSAL, "dilated window in documents": window(40, dilation=1)}
+IN_DOCUMENTS = {
+    "all keys of a document": CAUSAL,
+    "dilated window in documents": window(40, dilation=1),
+}
 FORGETTING = {"gates": CAUSAL, "gates in documents": CAUSAL}
 
 
@@ -34,20 +37,35 @@ def check(device: str, dtype: str, head_dim: int, T: int = 300, forgets: bool = 
         Wrong: a result or a gradient is wrong, or a second run has other bits.
     """
     generator = torch.Generator().manual_seed(0)
-    features = torch.randn(2, T, 3, 2, head_dim, generator=generator).to(device, getattr(torch, dtype))
-    leaves = dict(zip(("q", "k", "v"), features.permute(2, 0, 3, 1, 4), strict=True))  # as views of a projection
+    features = torch.randn(2, T, 3, 2, head_dim, generator=generator).to(
+        device, getattr(torch, dtype)
+    )
+    leaves = dict(
+        zip(("q", "k", "v"), features.permute(2, 0, 3, 1, 4), strict=True)
+    )  # as views of a projection
     if forgets:
         gates = torch.randn(2, T, 2, generator=generator) + torch.tensor([0.0, 5.0])
         leaves["log_f"] = logsigmoid(gates).to(device).mT.unsqueeze(-1)
     starts = torch.zeros(2, T, dtype=torch.bool)
     starts[0, [5, T // 2]] = starts[1, T - 1] = True
-    cases = [(name, pattern, leaves) for name, pattern in (FORGETTING if forgets else PATTERNS | IN_DOCUMENTS).items()]
+    cases = [
+        (name, pattern, leaves)
+        for name, pattern in (FORGETTING if forgets else PATTERNS | IN_DOCUMENTS).items()
+    ]
     if not forgets:  # for few tokens, inductor may take another kernel
-        cases.append(("window, 100 tokens", PATTERNS["window"], {name: x[:, :, :100] for name, x in leaves.items()}))
+        cases.append(
+            (
+                "window, 100 tokens",
+                PATTERNS["window"],
+                {name: x[:, :, :100] for name, x in leaves.items()},
+            )
+        )
     for name, pattern, own in cases:
         documents = starts if "document" in name else None
         flex = partial(_attend, attend._by_flex_attention, documents, pattern=pattern)
-        compare(name, flex, partial(_attend, naive_sparse_attention, documents, patterns=[pattern]), own)
+        compare(
+            name, flex, partial(_attend, naive_sparse_attention, documents, patterns=[pattern]), own
+        )
 
 
 def _attend(form: Callable[..., Tensor], starts: Tensor | None, **inputs: Any) -> Tensors:

@@ -19,11 +19,15 @@ def naive_sparse_attention(
 ) -> Tensor:
     """Child et al. 2019 (arXiv 1904.10509), eqs. 2 and 3. Shapes and result are those of `sparse_attention`."""
     t = torch.arange(q.shape[2], device=q.device)
-    mask = pattern_mask(patterns, t, t) if starts is None else document_pattern_mask(patterns, starts)
+    mask = (
+        pattern_mask(patterns, t, t) if starts is None else document_pattern_mask(patterns, starts)
+    )
     return masked_attention(q, k, v, mask, log_f)
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, log_f: Tensor | None = None) -> Tensor:
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, log_f: Tensor | None = None
+) -> Tensor:
     """softmax(q k^T / sqrt(D)) v over the keys that the mask allows: the definition (Vaswani et al. 2017, eq. 1).
 
     Args:
@@ -40,5 +44,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, log_f: Tenso
     scores = q @ k.mT * q.shape[-1] ** -0.5
     if log_f is not None:
         scores = scores + forgotten(log_f).squeeze(-1)
-    weights = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1) * mask  # (B, H, T, S)
+    weights = (
+        scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1) * mask
+    )  # (B, H, T, S)
     return weights.to(v.dtype) @ v

@@ -130,7 +130,10 @@ def fixed(size: int, width: int, which: str = "both") -> Pattern:
 
     `which`: "A1", "A2", or "both" for their union. In A2 alone, the first l - c queries have no keys.
     """
-    parts: dict[str, Part] = {"A1": Block(size), "A2": Columns(size, width, own_block=which == "A2")}
+    parts: dict[str, Part] = {
+        "A1": Block(size),
+        "A2": Columns(size, width, own_block=which == "A2"),
+    }
     return tuple(parts.values()) if which == "both" else (parts[which],)
 
 
@@ -148,7 +151,9 @@ def is_causal(pattern: Pattern, T: int) -> bool:
 def pattern_mask(patterns: Sequence[Pattern], i: Tensor, j: Tensor) -> Tensor:
     """True where query i (..., T) may attend to key j (..., S), by the pattern of each head: (..., 1 or H, T, S)."""
     kinds = list(dict.fromkeys(patterns))
-    seen = torch.stack([pattern_sees(pattern, i.unsqueeze(-1), j.unsqueeze(-2)) for pattern in kinds], dim=-3)
+    seen = torch.stack(
+        [pattern_sees(pattern, i.unsqueeze(-1), j.unsqueeze(-2)) for pattern in kinds], dim=-3
+    )
     of_head = [kinds.index(pattern) for pattern in patterns]
     return seen if len(kinds) == 1 or of_head == [*range(len(kinds))] else seen[..., of_head, :, :]
 

@@ -44,7 +44,9 @@ class Blocks:
     def queries(self, x: Tensor) -> Tensor:
         """(B, H, rows, D) -> (N, B H, C, D), where N includes all `step` sequences."""
         x = self._residues(x)
-        x = pad(x, (0, 0, 0, -x.shape[3] % self.C)).unflatten(3, (-1, self.C))  # (B, H, step, N, C, D)
+        x = pad(x, (0, 0, 0, -x.shape[3] % self.C)).unflatten(
+            3, (-1, self.C)
+        )  # (B, H, step, N, C, D)
         return x.permute(2, 3, 0, 1, 4, 5).flatten(2, 3).flatten(0, 1)
 
     def natural(self, y: Tensor, B: int, n: int) -> Tensor:
@@ -61,7 +63,9 @@ class Blocks:
 
     def _residues(self, x: Tensor) -> Tensor:
         """(B, H, T, D) -> (B, H, step, ceil(T / step), D): token t is the (t // step)-th of sequence t mod step."""
-        return pad(x, (0, 0, 0, -x.shape[2] % self.step)).unflatten(2, (-1, self.step)).transpose(2, 3)
+        return (
+            pad(x, (0, 0, 0, -x.shape[2] % self.step)).unflatten(2, (-1, self.step)).transpose(2, 3)
+        )
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,9 @@ class Selected:
     def keys(self, x: Tensor) -> Tensor:
         """(B, H, T, D) -> (1, B H, S, D)."""
         x = x[:, :, : self.stop]
-        x = pad(x, (0, 0, 0, -x.shape[2] % self.size)).unflatten(2, (-1, self.size))[:, :, :, -self.width :]
+        x = pad(x, (0, 0, 0, -x.shape[2] % self.size)).unflatten(2, (-1, self.size))[
+            :, :, :, -self.width :
+        ]
         return x.flatten(2, 3).flatten(0, 1).unsqueeze(0)
 
 
@@ -134,7 +140,10 @@ def _tiles(part: Part, T: int) -> list[Tiles]:
         case Columns():
             # Whole blocks, whose queries attend to the same columns except those of their own block.
             edges = [*range(0, T, -(-_ROWS // part.size) * part.size), T]
-            return [Selected(part, begin, end, end, part.size, part.width) for begin, end in pairwise(edges)]
+            return [
+                Selected(part, begin, end, end, part.size, part.width)
+                for begin, end in pairwise(edges)
+            ]
 
 
 def _band(part: Band, T: int) -> Blocks:

@@ -51,7 +51,9 @@ def is_gpt2(config: GPTConfig) -> bool:
         for layer in config.layers
     )
     usual_width = config.n_head * config.head_features == config.n_embd
-    usual_block = config.block.name == "mlp" and config.block.activation == "gelu" and not config.block.conv
+    usual_block = (
+        config.block.name == "mlp" and config.block.activation == "gelu" and not config.block.conv
+    )
     usual_rest = config.position.name == "learned" and config.norm == "layer" and config.tied
     usual_rest &= not config.logit_cap and not config.ngrams
     return own_heads and usual_width and usual_block and usual_rest
@@ -86,7 +88,9 @@ def read_gpt2_config(raw: Any) -> GPTConfig:
     theirs = decode(_GPT2Config, raw)
     expansion, rest = divmod(theirs.n_inner or 4 * theirs.n_embd, theirs.n_embd)
     if rest:
-        raise UserError(f"config n_inner={theirs.n_inner}: it must be a multiple of n_embd={theirs.n_embd}")
+        raise UserError(
+            f"config n_inner={theirs.n_inner}: it must be a multiple of n_embd={theirs.n_embd}"
+        )
     parts = {
         "attention": {"name": "softmax"},
         "block": {"name": "mlp", "expansion": expansion},
@@ -99,7 +103,22 @@ def gpt2_config(config: GPTConfig) -> dict[str, Any]:
     """Return the config.json of a GPT2LMHeadModel. The architecture must satisfy `is_gpt2`."""
     assert config.block.name == "mlp"
     assert config.position.name == "learned"
-    inner = {"n_positions": config.position.max_len, "n_inner": config.block.expansion * config.n_embd}
-    raw = {"model_type": "gpt2", **inner, **{name: getattr(config, ours) for ours, name in _SIZES.items()}}
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # our models train without dropout
-    return {"architectures": ["GPT2LMHeadModel"], **decode(_GPT2Config, raw).model_dump(), **dropout}
+    inner = {
+        "n_positions": config.position.max_len,
+        "n_inner": config.block.expansion * config.n_embd,
+    }
+    raw = {
+        "model_type": "gpt2",
+        **inner,
+        **{name: getattr(config, ours) for ours, name in _SIZES.items()},
+    }
+    dropout = {
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    }  # our models train without dropout
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        **decode(_GPT2Config, raw).model_dump(),
+        **dropout,
+    }

@@ -101,7 +101,9 @@ class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
         """
         for key in ("output_hidden_states", "output_attentions"):
             if options.get(key, getattr(self.config, key, False)):
-                raise ValueError(f"{key}=True: this model returns logits and its cache only; leave it out")
+                raise ValueError(
+                    f"{key}=True: this model returns logits and its cache only; leave it out"
+                )
         if input_ids is None or not isinstance(past_key_values, GPTCache | None):
             raise ValueError(
                 "this model reads input_ids and its own cache: tune it by LoRA, not by prompts or prefixes"
@@ -119,8 +121,12 @@ class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
             cache.state, cache.length = state, cache.length + T
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **options)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if use_cache else None)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=logits.shape[-1], **options
+            )
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=cache if use_cache else None
+        )
 
     def _read(
         self, input_ids: Tensor, present: Tensor | None, state: GPTState | None, return_state: bool
@@ -132,7 +138,9 @@ class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
         if present is None or bool(present.all()):
             return self.gpt.features(input_ids, state, return_state)
         if not present.any(1).all():
-            raise ValueError("a row of attention_mask has no token: give it at least one, such as bos_token")
+            raise ValueError(
+                "a row of attention_mask has no token: give it at least one, such as bos_token"
+            )
         if return_state or bool((present[:, 1:] > present[:, :-1]).any()):
             x, state = self._read_row_by_row(input_ids, present, state, return_state)
         else:  # padding comes only after the texts, which cannot attend to it
@@ -146,7 +154,9 @@ class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> tuple[Tensor, GPTState | None]:
         """The same, with zeros as features of padding."""
         rows = [
-            self.gpt.features(input_ids[b, tokens].unsqueeze(0), select_rows(state, [b]), return_state)
+            self.gpt.features(
+                input_ids[b, tokens].unsqueeze(0), select_rows(state, [b]), return_state
+            )
             for b, tokens in enumerate(present)
         ]
         x = torch.cat([x[0] for x, _ in rows])  # (tokens without padding, n_embd)

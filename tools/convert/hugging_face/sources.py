@@ -35,7 +35,9 @@ def modeling_files() -> dict[str, str]:
 
 def _list_of(files: Iterable[str]) -> str:
     """Return code that imports every file: some versions of transformers copy only what the first file imports."""
-    lines = (f"    from .{name.removesuffix('.py')} import __doc__ as _\n" for name in sorted(files))
+    lines = (
+        f"    from .{name.removesuffix('.py')} import __doc__ as _\n" for name in sorted(files)
+    )
     return "\n\nif False:  # transformers copies the files named here\n" + "".join(lines)
 
 
@@ -48,7 +50,9 @@ def _module(match: re.Match[str]) -> str:
 
 def _rewritten(text: str) -> str:
     # Transformers requires every package imported outside of `try` before it loads the code, but only GPUs need triton.
-    text = text.replace("import orjson\n", "import json as orjson\n")  # transformers does not come with orjson
+    text = text.replace(
+        "import orjson\n", "import json as orjson\n"
+    )  # transformers does not come with orjson
     text = _TRITON.sub(r"try:\n    \1\nexcept ImportError:\n    pass", text)
     return _OURS.sub(_relative, text)
 
