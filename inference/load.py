@@ -13,6 +13,7 @@ from data.shards import Manifest, read_manifest
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
 from trainer.checkpoint import Checkpoint, load_model, open_model
+from trainer.proof import prove_logits
 from trainer.runtime import DeviceConfig, Runtime, open_runtime
 
 
@@ -45,7 +46,10 @@ class Loaded(NamedTuple):
         """
         say_once(f"running on {self.runtime}")
         dtype = self.runtime.param_dtype if autocast else self.runtime.dtype
-        return self.gpt.to(device, dtype).eval()
+        gpt = self.gpt.to(device, dtype).eval()
+        if self.runtime.proof:
+            prove_logits(gpt, self.runtime, autocast)
+        return gpt
 
     def about(self, config: ModelConfig) -> JsonDict:
         """The description of the model in a stored result."""

@@ -1,10 +1,9 @@
 """The decoding step as CUDA graphs: a step of one token launches hundreds of small kernels, and a graph all at once.
 
-A graph reads and writes fixed memory, so it fits models whose state has one size. It runs once it has passed `check`,
-before the first step on a GPU: see model/ops/checks.py.
+A graph reads and writes fixed memory, so it fits models whose state has one size. Each graph is replayed once beside
+the step that it replaces, and is used only if all bits are equal.
 """
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from common.console import say_once
-from common.settings import decode
-from model.compiled import shortened, without_zeros
-from model.gpt import GPT, GPTConfig, GPTState
-from model.ops.checks import Wrong, failed_check
-from model.state import cat_states, select_rows
+from model.gpt import GPT, GPTState
 
 
 class DecodingStep:
@@ -38,14 +33,23 @@ class DecodingStep:
         """(B, 1) ids -> logits (B, 1, n_vocab) and the state. The next call may overwrite both."""
         if self._usable is None:
             self._usable = use_graphs(self._gpt, state)
-        if not self._usable or torch.is_autocast_enabled(
-            "cuda"
-        ):  # the weights that autocast has cast do not stay
-            return self._gpt(token_ids, state, return_state=True)
-        rows = min(1 << (len(token_ids) - 1).bit_length(), self._max_rows)
-        if rows not in self._graphs:
-            self._graphs[rows] = _Graph(self._gpt, rows, token_ids, state)
-        return self._graphs[rows](token_ids, state)
+        # The weights that autocast has cast do not stay where they are.
+        if self._usable and not torch.is_autocast_enabled("cuda"):
+            rows = min(1 << (len(token_ids) - 1).bit_length(), self._max_rows)
+            graph = self._graphs.get(rows) or self._record(rows, token_ids, state)
+            if graph is not None:
+                return graph(token_ids, state)
+        return self._gpt(token_ids, state, return_state=True)
+
+    def _record(self, rows: int, token_ids: Tensor, state: GPTState) -> "_Graph | None":
+        """Record a graph. If it differs from the step that it replaces, no graph is used from now on."""
+        graph = _Graph(self._gpt, rows, token_ids, state)
+        if graph.agrees(self._gpt, token_ids, state):
+            self._graphs[rows] = graph
+            return graph
+        self._usable = False
+        _say_without("a replayed graph differs from the step that it replaces")
+        return None
 
 
 class _Graph:
@@ -63,6 +67,15 @@ class _Graph:
             return logits
 
         self._replay, self._logits = record(step)
+
+    def agrees(self, gpt: GPT, token_ids: Tensor, state: GPTState) -> bool:
+        """Whether a replay has the bits of the model's own step, with as many rows."""
+        self(token_ids, state)  # fills the memory
+        before = tree_map_only(Tensor, torch.clone, self._state)
+        expected = gpt(self._token_ids, before, return_state=True)
+        self._replay()
+        pairs = zip(_tensors((self._logits, self._state)), _tensors(expected), strict=True)
+        return all(torch.equal(replayed, own) for replayed, own in pairs)
 
     def __call__(self, token_ids: Tensor, state: GPTState) -> tuple[Tensor, GPTState]:
         B = len(token_ids)
@@ -86,67 +99,17 @@ def record(step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
 
 
 def use_graphs(gpt: GPT, state: GPTState) -> bool:
-    """Choose whether a model decodes with graphs, and print the choice for a GPU once."""
-    weight = gpt.embed.weight
-    if weight.device.type != "cuda":
+    """Choose whether a model decodes with graphs. On a GPU, say why not."""
+    if gpt.device.type != "cuda":
         return False
-    why_not: str | None = "the model's state grows with the text, or counts its tokens"
-    if all(x is None or isinstance(x, Tensor) for x in tree_leaves(state)):
-        about = {
-            "model": shortened(gpt.config),
-            "dtype": str(weight.dtype)[6:],
-            "documents": gpt.eot_id is not None,
-        }
-        failure = failed_check(
-            "CUDA graphs of decoding", check, f"cuda:{weight.device.index}", **about
-        )
-        why_not = failure and f"a graph {failure}"
-    say_once(
-        f"decoding without CUDA graphs, which is slower: {why_not}"
-        if why_not
-        else "decoding with CUDA graphs"
-    )
-    return why_not is None
+    one_size = all(x is None or isinstance(x, Tensor) for x in tree_leaves(state))
+    if not one_size:
+        _say_without("the model's state grows with the text, or counts its tokens")
+    return one_size
 
 
-@torch.inference_mode()
-def check(device: str, model: str, dtype: str, documents: bool) -> None:
-    """Compare steps of graphs with the model's own, while texts come and go.
-
-    Args:
-        model: GPTConfig as JSON.
-        dtype: of the weights.
-        documents: whether the model keeps documents apart.
-
-    Raises:
-        Wrong: logits or states have other bits.
-    """
-    torch.manual_seed(0)
-    config = decode(GPTConfig, json.loads(model))
-    n_ids = min(config.n_vocab, 4)  # so few that strings occur again
-    gpt = (
-        without_zeros(GPT(config, n_ids - 1 if documents else None))
-        .to(device, getattr(torch, dtype))
-        .eval()
-    )
-    step = DecodingStep(gpt, max_rows=4)
-    step._usable = True
-
-    prompts = cat_states([gpt(torch.randint(n_ids, (6, 9), device=device), return_state=True)[1]])
-    state = select_rows(prompts, range(4))
-    for token, rows in enumerate((4, 4, 2, 2, 4, 4)):
-        if token == 2:
-            state = select_rows(state, [2, 0])
-        if token == 4:
-            state = cat_states([state, select_rows(prompts, [4, 5])])
-        token_ids = torch.randint(n_ids, (rows, 1), device=device)
-        before = tree_map_only(Tensor, torch.clone, state)
-        logits, state = step(token_ids, state)
-        own = gpt(token_ids, before, return_state=True)
-        if not all(map(torch.equal, _tensors((logits, state)), _tensors(own))):
-            raise Wrong(
-                f"a step has other bits than without a graph (token {token} of {rows} texts)"
-            )
+def _say_without(why: str) -> None:
+    say_once(f"decoding without CUDA graphs, which is slower: {why}")
 
 
 def _tensors(state: Any) -> list[Tensor]:

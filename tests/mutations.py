@@ -67,6 +67,14 @@ MUTATIONS = [
         "tests/model/test_sparse_attention.py",
     ),
     Mutation(
+        "proof",
+        "trainer/proof.py",
+        "if first.size <= allowed:",
+        "if first.size <= math.inf:",
+        "a run uses kernels whose gradient is wrong",
+        "tests/trainer/test_proof.py",
+    ),
+    Mutation(
         "fsync",
         "trainer/tensor_file.py",
         "        os.fsync(file.fileno())\n",

@@ -19,15 +19,21 @@ from common.console import count, say
 from common.files import make_directory, refuse_foreign, write_json
 from common.memory import available_memory, out_of_memory
 from common.settings import UserError, decode
-from model.compiled import shortened
-from model.gpt import GPT, GPTConfig
-from model.graphs import use_graphs
-from model.ops.checks import cache_folder, outcomes, triton_version
+from model.gpt import GPT
 from tools.bench.harness import Row, composed, in_own_process, machine, print_table
 from tools.bench.train import measure_rate
 from tools.plan import PlanConfig, duration, gigabytes, plan
 from trainer.config import TrainConfig
-from trainer.runtime import Runtime, maybe_compile, open_runtime, peak_flops, why_gpu_is_unseen
+from trainer.distributed import World
+from trainer.proof import Form, cache_folder, prove_gradients
+from trainer.runtime import (
+    Runtime,
+    compiles,
+    open_runtime,
+    peak_flops,
+    triton_version,
+    why_gpu_is_unseen,
+)
 
 FLAGSHIP = ["experiment=pile_125m", "model=flagship_125m"]
 OTHERS = (
@@ -35,7 +41,8 @@ OTHERS = (
     ["model=softmax_125m"],
     ["model=gpt2_124m", "model/attention=sliding_window"],
 )
-"""Models that use, with the flagship, every operator that is checked at its first use on a GPU."""
+"""Models that use, with the flagship, all operators that have kernels."""
+AGREES = "agree with plain torch"
 
 
 def examine(out: Path | None, training: bool) -> None:
@@ -70,21 +77,21 @@ def examine(out: Path | None, training: bool) -> None:
 
     about = part("versions", versions) or {}
     measured = part("rates", lambda: rates(runtime.device)) or []
+    proofs: dict[str, str] = {}
     if device == "cuda":
-        part("the checks of kernels", lambda: use_operators(runtime))
+        proofs = part("gradients", prove_models) or {}
     trained = (
         part("a training step", lambda: step(runtime, max(1, torch.cuda.device_count())))
         if training
         else None
     )
-    checks = {name: why or "passed" for name, why in outcomes.items()}
-    problems += [f"{name} {why}" for name, why in outcomes.items() if why]
+    problems += [f"{name}: {outcome}" for name, outcome in proofs.items() if outcome != AGREES]
     lines = [*findings(free), *problems]
-    found = {"machine": about | {"free_disk": free}, "checks": checks, "rates": measured}
+    found = {"machine": about | {"free_disk": free}, "proofs": proofs, "rates": measured}
     found |= {"training": trained, "findings": lines}
     rows = {name.replace("_", " "): value for name, value in about.items() if value is not None}
     rows |= {"free memory": gigabytes(about.get("free_memory")), "free disk": gigabytes(free)}
-    rows |= checks or {"kernels": "not checked, because no kernel can be used here"}
+    rows |= {f"gradients of {name}": outcome for name, outcome in proofs.items()}
     if trained:
         rows["training"] = "{model} in {dtype}, {seq_len:,} tokens in a sequence".format_map(
             trained
@@ -121,33 +128,39 @@ def without_names(text: str) -> str:
     return text
 
 
-def use_operators(runtime: Runtime) -> None:
-    """Train and decode a little with short models, so that `outcomes` has every check of operators and compilation.
+def prove_models() -> dict[str, str]:
+    """Prove the first gradient of several models, each in a process of its own, as a kernel may crash it.
 
-    Raises:
-        RuntimeError: a model fails; the others have been used.
+    Returns what came of it, by model.
     """
-    work = (FLAGSHIP, *OTHERS)
-    with ThreadPoolExecutor(len(work)) as threads:  # checks compile for minutes, each on one core
-        used = [threads.submit(in_own_process, _use_operators, words, runtime) for words in work]
-    for one in sorted(used, key=lambda one: one.exception() is not None):
-        outcomes.update(one.result())
-
-
-def _use_operators(words: list[str], runtime: Runtime) -> dict[str, str | None]:
-    config = decode(TrainConfig, composed([*FLAGSHIP, *words]))
-    model = decode(GPTConfig, json.loads(shortened(config.model)))
-    gpt = GPT(model, config.data.reset_at(model.n_vocab - 1)).to(
-        runtime.device, runtime.param_dtype
-    )
-    ids = torch.zeros(2, 97, dtype=torch.int64, device=runtime.device)
-    with runtime.autocast():
-        gpt.summed_loss(ids, ids).backward()
-    with torch.inference_mode():
-        _, state = gpt(ids, return_state=True)
-        use_graphs(gpt, state)
-    maybe_compile([], config.runtime, runtime, gpt)
+    models = {words[-1].partition("=")[2]: words for words in (FLAGSHIP, *OTHERS)}
+    outcomes = {}
+    with ThreadPoolExecutor(len(models)) as threads:  # they compile, each on one core
+        futures = {
+            name: threads.submit(in_own_process, prove_model, words)
+            for name, words in models.items()
+        }
+        for name, future in futures.items():
+            try:
+                outcomes[name] = future.result()
+            except (UserError, RuntimeError) as error:
+                outcomes[name] = f"{error}: train with runtime.kernels=false"
     return outcomes
+
+
+def prove_model(words: list[str]) -> str:
+    """Prove the gradient of a model's first two blocks on random tokens; say whether it is right."""
+    config = decode(TrainConfig, composed([*FLAGSHIP, *words]))
+    runtime = open_runtime(config.runtime)
+    n_vocab = config.model.n_vocab
+    model = config.model.model_copy(update={"n_layer": 2})
+    gpt = GPT(model, config.data.reset_at(n_vocab - 1)).to(runtime.device, runtime.param_dtype)
+    ids = torch.randint(min(n_vocab, 500), (8, config.seq_len + 1))  # strings occur again
+    compiled = compiles(config.runtime, runtime)
+    world = World(runtime.device)
+    form = prove_gradients(gpt, ids[:, :-1], ids[:, 1:], runtime, world, compiled)
+    lost = form.lacks(Form(compiled))
+    return f"are right only without {lost}" if lost else AGREES
 
 
 def step(runtime: Runtime, n_device: int) -> Row:

@@ -10,7 +10,6 @@ from typing import Any
 
 from common.console import clock, say
 from common.exits import AGAIN, leave_at_once
-from model.ops import checks
 
 _TICKS = 16
 """Ticks of the thread in the longest time without progress, and those that the main thread has to end by itself."""
@@ -39,7 +38,6 @@ class Deadline:
         self._place, self._moved, self._moves = "start", False, 0
         self._end, self._has_failed = threading.Event(), False
         self._step, self._in_step, self._patience = "start", 0.0, _PATIENCE
-        checks.waiting.append(self._touch)  # checks of kernels can take minutes
         self._thread = threading.Thread(target=self._watch, name="deadline", daemon=True)
         self._thread.start()
 
@@ -81,7 +79,6 @@ class Deadline:
                 stuck = f"rank {self._rank} (pid {os.getpid()}) made no progress for {seconds:.0f} s at '{self._place}'"
                 longer = "runtime.hang_seconds, if that may take longer"
                 leave_at_once(AGAIN, f"{stuck}: start the same command again; raise {longer}")
-        checks.waiting.remove(self._touch)
         self._progress()
         with contextlib.suppress(RuntimeError):  # the store has ended just now
             if self._store is not None:

@@ -2,9 +2,10 @@
 
 import ctypes
 import os
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,18 +13,13 @@ import torch
 from pydantic import Field, field_validator
 from torch import nn
 
-from common.console import count, say_once
+from common.commit import code_digest
+from common.console import count
 from common.settings import Settings, UserError
-from model.compiled import check, shortened
 from model.gpt import GPT
 from model.layers import Recompute
-from model.ops.checks import failed_check, separate_compiled_code
+from model.ops import kernels
 from trainer.devices import device_of_gpu
-
-_SECONDS_TO_COMPILE = 500.0  # a small model
-_SECONDS_FOR_KERNELS = (
-    1800.0  # for the checks of all operators of a model, each with a limit of its own
-)
 
 
 class DeviceConfig(Settings, defaults="device"):
@@ -37,6 +33,11 @@ class DeviceConfig(Settings, defaults="device"):
     deterministic: Literal["auto"] | bool
     """Whether operations give the same bits in every run, as far as torch can; auto: on CPUs. It is slower on GPUs,
     where it also turns off padding and autotuning in compiled code."""
+    kernels: bool
+    """Use our own GPU kernels; false: plain torch."""
+    proof: bool
+    """On a GPU, compare the first gradient, or a text's logits, with plain torch, and use only what
+    is right. The outcome is kept for this GPU, model, torch and Triton."""
 
     @field_validator("device", mode="before")
     @classmethod
@@ -52,7 +53,7 @@ class RuntimeConfig(DeviceConfig, defaults="runtime/auto"):
     """Device, dtype, and how a step runs."""
 
     compile: Literal["auto"] | bool
-    """torch.compile; auto: on GPUs where it passes a check."""
+    """torch.compile of each block; auto: on GPUs."""
     micro_batch: Annotated[int, Field(ge=1)] | Literal["auto"]
     """Most sequences per forward pass of a process; gradients are accumulated up to the global batch.
     auto: as many as fit in memory."""
@@ -86,6 +87,8 @@ class Runtime:
     dtype: torch.dtype
     sequence_chunk: int | None = None
     """That of RuntimeConfig."""
+    proof: bool = False
+    """Whether a model must prove its numbers before it is used."""
 
     def __str__(self) -> str:
         how = "" if torch.are_deterministic_algorithms_enabled() else "; runs differ in rounding"
@@ -130,7 +133,9 @@ def open_runtime(config: DeviceConfig) -> Runtime:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # for debugging; slow
     torch.set_float32_matmul_precision("high")
     sequence_chunk = config.sequence_chunk if isinstance(config, RuntimeConfig) else None
-    return Runtime(device, getattr(torch, name), sequence_chunk)
+    kernels.leave_out(() if config.kernels else kernels.OPERATORS)
+    proof = config.proof and device.type == "cuda"
+    return Runtime(device, getattr(torch, name), sequence_chunk, proof)
 
 
 def keep_freed_memory() -> None:
@@ -171,18 +176,24 @@ def why_gpu_is_unseen(dev: Path = Path("/dev")) -> str | None:
     return "torch.cuda.is_available() is false"
 
 
-def maybe_compile(
-    modules: Iterable[nn.Module], config: RuntimeConfig, runtime: Runtime, gpt: GPT
-) -> None:
-    """Compile the modules of a model in place, if the configuration or the device requires it."""
-    if config.compile is False or (config.compile == "auto" and runtime.device.type == "cpu"):
-        return  # on a CPU, compiling takes longer than it saves
-    if why_not := _why_not_compiled(config, runtime, gpt):
-        say_once(f"not compiled: {why_not}")
-        return
-    separate_compiled_code()
-    for module in modules:
-        module.compile()
+def compiles(config: RuntimeConfig, runtime: Runtime) -> bool:
+    """Whether blocks are compiled, if the configured form is right."""
+    if config.compile == "auto":
+        # On a CPU, compiling takes longer than it saves. Processes that share sequences wait for each other in blocks.
+        return runtime.device.type == "cuda" and config.context_parallel == 1
+    return config.compile
+
+
+def compile_blocks(gpt: GPT, compiled: bool) -> None:
+    """Compile each block of a model by itself, so that identical ones share one compilation; or undo that."""
+    if compiled:
+        from torch.compiler import config  # slow to import
+
+        config.cache_key_tag = code_digest(["model"])  # its disk cache may contain older operators
+    for block in gpt.blocks:
+        block._compiled_call_impl = None
+        if compiled:
+            block.compile()
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -190,29 +201,9 @@ def is_compiled(module: nn.Module) -> bool:
     return any(part._compiled_call_impl is not None for part in module.modules())
 
 
-def _why_not_compiled(config: RuntimeConfig, runtime: Runtime, gpt: GPT) -> str | None:
-    """Return why the model is not to be compiled, or None. With runtime.compile=auto, a model like it is checked first.
-
-    The operators of the model are checked before, so that their checks don't count to the time that compiling takes.
-    """
-    if config.context_parallel > 1:
-        return "processes share sequences"
-    if config.compile is True:
-        return None
-    device = f"cuda:{torch.cuda.current_device()}"
-    arguments = {
-        "model": shortened(gpt.config),
-        "dtype": str(runtime.dtype).removeprefix("torch."),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "recompute": config.recompute,
-        "by_block": config.strategy == "fsdp",
-        "documents": gpt.eot_id is not None,
-    }
-    failed_check(
-        "the model's operators", check, device, _SECONDS_FOR_KERNELS, compiled=False, **arguments
-    )
-    failure = failed_check("torch.compile", check, device, _SECONDS_TO_COMPILE, **arguments)
-    return failure and f"torch.compile {failure}"
+def triton_version() -> str | None:
+    """The version of Triton, or None if it is not installed."""
+    return None if find_spec("triton") is None else version("triton")
 
 
 def device_name(device: torch.device) -> str:

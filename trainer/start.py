@@ -1,6 +1,7 @@
 """What a run starts from: data, model and optimizer, and its newest checkpoint or the weights of another run."""
 
 import contextlib
+import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from common.console import say, warn
-from common.settings import UserError, differences
+from common.settings import JsonDict, UserError, differences
 from data.loader import EvalBatches, TrainBatches
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -31,9 +32,10 @@ from trainer.long import share_sequences
 from trainer.memory import memory_of, step_memory
 from trainer.micro_batch import choose_micro_batch, room_on_cpu
 from trainer.optim import named_state
+from trainer.proof import Form, Proofs, prove_gradients, use
 from trainer.randomness import RANDOM, random_tensors, seed_process, set_random_state
 from trainer.run_dir import changes_of
-from trainer.runtime import Runtime, device_name, maybe_compile
+from trainer.runtime import Runtime, compile_blocks, compiles, device_name
 from trainer.samples import read_prompt
 from trainer.state import FixedSettings, TrainState
 from trainer.step import SummedLoss
@@ -117,6 +119,8 @@ def open_run(config: TrainConfig, runtime: Runtime, world: World) -> Run:
                 config.run_dir, run.state, config.checkpoint
             )  # a killed save may have left this undone
     run.micro_batch = _choose_micro_batch(run)
+    if runtime.proof:
+        prove(run)
     return run
 
 
@@ -213,7 +217,7 @@ def build_model(
     if group.size > 1:
         share_sequences(gpt, group)
     summed_loss = SummedLoss(gpt)
-    maybe_compile(gpt.blocks if fsdp else [summed_loss], config.runtime, runtime, gpt)
+    compile_blocks(gpt, compiles(config.runtime, runtime))
     wrapped = world.wrap(summed_loss, fsdp, runtime.dtype)
     if fsdp:
         gpt.to_empty(device=world.device)
@@ -222,6 +226,44 @@ def build_model(
         )  # each process draws all weights, one at a time, and keeps its part
     scale_weights(gpt, config.optim.transfer)
     return gpt, wrapped
+
+
+def prove(run: Run) -> None:
+    """Run the model in the fastest form whose gradient is right on this GPU, as proof.py finds it.
+
+    Processes that share parameters or sequences cannot compute a gradient each. There, the main process proves a model
+    of two blocks.
+    """
+    config, world, gpt = run.config, run.world, run.gpt
+    options: JsonDict = {
+        **config.runtime.model_dump(mode="json", include={"kernels", "recompute", "strategy"}),
+        "compile": compiles(config.runtime, run.runtime),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "documents": gpt.eot_id is not None,
+    }
+    proofs = Proofs(gpt, run.runtime.dtype)
+    known = world.exchange("proof", proofs.read(options))
+    if known[0] is not None and all(form == known[0] for form in known):
+        use(gpt, Form(*known[0]))
+        return
+    first = run.group.index * config.batch_size // run.group.count
+    arrays = run.batches.batch(run.state.step, first, first + run.micro_batch)
+    token_ids, targets = map(torch.from_numpy, arrays)
+    if config.runtime.strategy == "ddp" and run.group.size == 1:
+        form = prove_gradients(gpt, token_ids, targets, run.runtime, world, options["compile"])
+    else:
+        proved = None
+        if world.is_main:
+            n_layer = max(2, len(config.model.attention_pattern or []))
+            small = GPT(config.model.model_copy(update={"n_layer": n_layer}), gpt.eot_id)
+            small.to(world.device).recompute = config.runtime.recompute
+            alone = World(world.device)
+            batch = token_ids, targets
+            proved = prove_gradients(small, *batch, run.runtime, alone, options["compile"])
+        form = Form(*world.exchange("proof of two blocks", proved)[0])
+        use(gpt, form)
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of each machine
+        proofs.write(form, options)
 
 
 def _choose_micro_batch(run: Run) -> int:

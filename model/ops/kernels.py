@@ -1,7 +1,12 @@
-"""The choice of an operator's form: which implementation runs. GPUs run kernels that pass their check (checks.py)."""
+"""The choice of an operator's form: which implementation runs.
 
+On GPUs "auto" means an operator's kernels, unless they are left out. A run leaves out those that its proof finds wrong
+(trainer/proof.py), or all of them with runtime.kernels=false.
+"""
+
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -9,14 +14,48 @@ import torch
 from torch import Tensor
 
 from common.console import say_once
-from model.ops.checks import failed_check
 from model.ops.custom import assume_constant_result
+
+OPERATORS = (
+    "log attention",
+    "the log recurrence",
+    "the loss",
+    "sparse attention",
+    "softmax attention that forgets",
+)
+"""All operators with kernels, by the names of their messages."""
+
+left_out: set[str] = set()
+"""Operators whose kernels this process does not use."""
+
+used: set[str] = set()
+"""Operators whose kernels this process has used."""
 
 WhyNot = Callable[..., str | None]
 """Returns why a device cannot run the kernels, or None if it can.
 
 It takes the type and the index of the device, and the type and the last dimension of the operator's first input.
 """
+
+
+def leave_out(operators: Iterable[str]) -> None:
+    """Use the kernels of all operators but these from now on.
+
+    The choice is constant in compiled code, so call torch.compiler.reset() if such code exists.
+    """
+    left_out.clear()
+    left_out.update(operators)
+
+
+@contextlib.contextmanager
+def plain_torch() -> Iterator[None]:
+    """Use no kernels within the context."""
+    before = [*left_out]
+    leave_out(OPERATORS)
+    try:
+        yield
+    finally:
+        leave_out(before)
 
 
 @assume_constant_result
@@ -27,7 +66,10 @@ def why_not_triton(device: str, index: int | None, *_: Any) -> str | None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
     if device != "cuda":
-        return f"needs an NVIDIA GPU (or TRITON_INTERPRET=1, for tests), and the tensors are on {device}"
+        return (
+            "needs an NVIDIA GPU (or TRITON_INTERPRET=1, for tests), "
+            f"and the tensors are on {device}"
+        )
     gpu = torch.cuda.get_device_properties(index)
     if gpu.major < 8:
         return f"needs a GPU of compute capability 8.0, and {gpu.name} has {gpu.major}.{gpu.minor}"
@@ -38,63 +80,56 @@ def choose_form(
     operator: str,
     backend: str,
     forms: Sequence[str],
-    find_check: Callable[..., Any],
-    *inputs: Tensor,
+    x: Tensor,
     why_not: WhyNot = why_not_triton,
 ) -> str:
-    """Return the form to run: `backend` itself, or for "auto" the fastest one that is right on this device.
+    """Return the form to run: `backend` itself, or for "auto" the fastest one on this device.
 
     Args:
-        operator: name for messages.
+        operator: one of OPERATORS.
         forms: all that exist. The last one has kernels for GPUs, and the one before it takes anything.
-        find_check: for "auto" on GPUs: given types and last dimensions of the inputs, it imports a check and returns it
-            with its arguments.
-        inputs: of the operator.
+        x: the operator's first input.
         why_not: for the kernels.
 
     Raises:
         ValueError: the backend does not exist, or not on this device.
     """
-    device, facts = inputs[0].device, [(x.dtype, x.shape[-1]) for x in inputs]
     *_, plain, fast = forms
+    facts = x.device.type, x.device.index, x.dtype, x.shape[-1]
     if backend == "auto":
-        on_gpu = device.type == "cuda"
-        return (
-            _fastest_on_gpu(operator, plain, fast, find_check, why_not, device.index, *facts)
-            if on_gpu
-            else plain
-        )
+        return _fastest(operator, plain, fast, why_not, *facts)
     if backend not in forms:
-        raise ValueError(
-            f"backend={backend!r} does not exist: choose one of auto, {', '.join(forms)}"
-        )
-    if backend == fast and (reason := why_not(device.type, device.index, *facts[0])):
+        choices = ", ".join(forms)
+        raise ValueError(f"backend={backend!r} does not exist: choose one of auto, {choices}")
+    if backend == fast and (reason := why_not(*facts)):
         raise ValueError(
             f"backend={backend!r} {reason}; use backend={plain!r}, which runs everywhere"
         )
     return backend
 
 
+def has_kernels(device: str) -> bool:
+    """Whether "auto" may choose kernels on this type of device."""
+    return device == "cuda"
+
+
 @assume_constant_result
-def _fastest_on_gpu(
+def _fastest(
     operator: str,
     plain: str,
     fast: str,
-    find_check: Callable[..., Any],
     why_not: WhyNot,
+    device: str,
     index: int | None,
-    *facts: tuple[torch.dtype, int],
+    dtype: torch.dtype,
+    size: int,
 ) -> str:
-    """Choose the form of an operator, and log the choice once."""
-    reason = why_not("cuda", index, *facts[0])
-    if reason is None:
-        dtypes, sizes = zip(*facts, strict=True)
-        check, arguments = find_check(
-            tuple(str(dtype).removeprefix("torch.") for dtype in dtypes), sizes
-        )
-        reason = failed_check(f"{operator} by {fast}", check, f"cuda:{index}", **arguments)
-    if reason:
+    """Choose the form of an operator. On a GPU, say the choice once."""
+    if not has_kernels(device) or operator in left_out or dtype == torch.float64:
+        return plain
+    if reason := why_not(device, index, dtype, size):
         say_once(f"{operator} uses {plain}, which is slower: {fast} {reason}")
-    else:
-        say_once(f"{operator} uses {fast}")
-    return plain if reason else fast
+        return plain
+    used.add(operator)
+    say_once(f"{operator} uses {fast}")
+    return fast

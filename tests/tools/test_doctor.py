@@ -1,6 +1,8 @@
 """scripts/doctor.py describes the machine, says what is wrong with it, and names nobody."""
 
 import json
+import os
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -31,7 +33,6 @@ def small(monkeypatch):
     """A model and matrices of no size, on the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor, "FLAGSHIP", SMALL)
-    monkeypatch.setattr(doctor, "outcomes", {})
     monkeypatch.setattr(doctor, "SIZES", {"cpu": 16})
     monkeypatch.setattr(doctor, "BYTES", {"cpu": 2**12})
     monkeypatch.setattr(doctor, "_SECONDS", 0.001)
@@ -48,19 +49,31 @@ def test_a_cpu_is_examined(small, command, tmp_path):
     assert all(row["TFLOP_per_s"] > 0 and row["GB_per_s"] > 0 for row in found["rates"])
     training = found["training"]
     assert training["hours"] == pytest.approx(training["tokens"] / training["tokens_per_second"] / 3600)
-    for word in ("not checked", "torch", "a whole run", "GB per s"):
+    for word in ("torch", "a whole run", "GB per s"):
         assert word in result.out
     assert not doctor.re.search(r"\n│ \w+_\w+ ", result.out), "a name of the JSON file"
 
 
-def test_operators_of_all_kinds_are_used_to_have_them_checked(monkeypatch, device):
-    used, counted = [], doctor.GPT.summed_loss
-    kept = lambda gpt, *given: (used.append(gpt.config), counted(gpt, *given))[1]  # noqa: E731
-    monkeypatch.setattr(doctor.GPT, "summed_loss", kept)
-    for words in (doctor.FLAGSHIP, *doctor.OTHERS):
-        doctor._use_operators(words, Runtime(device, torch.float32))
-    assert [config.attention.name for config in used] == ["log_space", "log_space", "softmax", "sliding_window"]
-    assert [config.position.name for config in used] == ["none", "log_recurrence", "none", "learned"]
+def test_the_models_that_are_proved_use_all_operators_with_kernels():
+    models = [decode(TrainConfig, composed([*doctor.FLAGSHIP, *words])).model for words in ([], *doctor.OTHERS)]
+    assert [model.attention.name for model in models] == ["log_space", "log_space", "softmax", "sliding_window"]
+    assert [model.position.name for model in models] == ["none", "log_recurrence", "none", "learned"]
+
+
+def test_a_small_model_is_proved(small):
+    assert doctor.prove_model(["model.n_layer=2", "runtime.dtype=float32"]) == doctor.AGREES
+
+
+def test_a_proof_that_crashes_its_process_is_a_finding(monkeypatch):
+    monkeypatch.setattr(doctor, "FLAGSHIP", ["model=flagship_1m"])
+    monkeypatch.setattr(doctor, "OTHERS", ())
+    monkeypatch.setattr(doctor, "prove_model", crash)
+    outcomes = doctor.prove_models()
+    assert re.fullmatch(r".*terminated abruptly.*: train with runtime.kernels=false", outcomes["flagship_1m"])
+
+
+def crash(words):
+    os._exit(11)
 
 
 def test_no_names_are_written(monkeypatch):
@@ -76,12 +89,16 @@ def test_what_breaks_or_fails_its_check_is_a_finding_and_the_rest_goes_on(small,
         raise RuntimeError("CUDA error: an illegal memory access\nmore")
 
     monkeypatch.setattr(doctor, "rates", broken)
-    monkeypatch.setattr(doctor, "outcomes", {"the kernels": "failed a check: y is off", "torch.compile": None})
+    outcomes = {"flagship_125m": "are right only without torch.compile", "softmax_125m": doctor.AGREES}
+    monkeypatch.setattr(doctor, "open_runtime", lambda config: Runtime(torch.device("cpu"), torch.float32))
+    monkeypatch.setattr(doctor, "prove_models", lambda: outcomes)
+    monkeypatch.setattr(doctor, "_of_gpu", list)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UserError, match="2 parts of this did not work"):
         doctor.examine(None, training=True)
     out = capsys.readouterr().out
-    assert "- the kernels failed a check: y is off" in out
-    assert "torch.compile" in out.partition("passed")[0]
+    assert "- flagship_125m: are right only without torch.compile" in out
+    assert "- softmax_125m" not in out
     assert "- rates fails (RuntimeError: CUDA error: an illegal memory access): report it" in out
     assert "tokens per second" in out
 

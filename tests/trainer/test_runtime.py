@@ -2,34 +2,17 @@
 
 import platform
 import resource
-from types import SimpleNamespace
 
 import pytest
 import ranks
 import torch
 
-from common.console import say_once
 from common.settings import UserError, decode
-from model import compiled
-from model.gpt import GPT, GPTConfig
-from model.ops import checks
-from model.ops.checks import Wrong
+from model.ops import kernels
 from trainer import runtime
-from trainer.runtime import DeviceConfig, Runtime, RuntimeConfig, maybe_compile, open_runtime, why_gpu_is_unseen
+from trainer.runtime import DeviceConfig, Runtime, RuntimeConfig, compiles, open_runtime, why_gpu_is_unseen
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
-
-COMPILE = torch.compile
-MODEL = {
-    "n_vocab": 50,
-    "n_layer": 3,
-    "n_head": 2,
-    "n_embd": 8,
-    "attention": {"name": "log_space"},
-    "block": {"name": "glu"},
-    "position": {"name": "log_recurrence"},
-    "ngrams": [1, 2],
-}
 
 
 @pytest.fixture
@@ -112,49 +95,18 @@ def test_memory_that_tensors_free_is_kept_for_the_next():
     assert int(child.out.split()[-1]) < 2 * 4 * 9 * 2**20 // resource.getpagesize() // 8
 
 
-@pytest.mark.parametrize("fails", [None, "torch.compile"])
-def test_a_gpu_compiles_what_passes(monkeypatch, capsys, tmp_path, fails):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    facts = SimpleNamespace(name="NVIDIA Test", major=9, minor=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    checks.failed_check.cache_clear()
-    say_once.cache_clear()
-    asked = []
-
-    def run(check, given, *more):
-        asked.append(given)
-        return ("failed a check: it is off" if fails and given.get("compiled", True) else None), ""
-
-    monkeypatch.setattr(checks, "_run", run)
-    module, here = torch.nn.Linear(1, 1), Runtime(torch.device("cuda"), torch.bfloat16)
-    config = decode(RuntimeConfig, {"strategy": "fsdp", "recompute": "block"})
-    maybe_compile([module], config, here, GPT(decode(GPTConfig, MODEL), eot_id=0))
-    assert [given.get("compiled", True) for given in asked] == [False, True]
-    assert all(given["by_block"] and given["documents"] and given["recompute"] == "block" for given in asked)
-    assert (module._compiled_call_impl is None) == (fails is not None)
-    if fails:
-        assert f"not compiled: {fails} failed a check: it is off" in capsys.readouterr().out
+@pytest.mark.parametrize(("given", "device", "expected"), [("auto", "cuda", True), ("auto", "cpu", False)])
+def test_gpus_compile(given, device, expected):
+    assert compiles(decode(RuntimeConfig, {"compile": given}), Runtime(torch.device(device), torch.float32)) == expected
 
 
-def faked(monkeypatch, backend):
-    monkeypatch.setattr(torch, "compile", lambda function: COMPILE(function, backend=backend))
+def test_processes_that_share_sequences_do_not_compile():
+    config = decode(RuntimeConfig, {"context_parallel": 2})
+    assert not compiles(config, Runtime(torch.device("cuda"), torch.bfloat16))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch.compile
-def test_a_compiled_model_is_compared_with_eager(monkeypatch):
-    model = compiled.shortened(decode(GPTConfig, MODEL))
-    assert '"n_layer": 2' in model
-    faked(monkeypatch, "eager")
-    compiled.check("cpu", model, "float32", True, recompute="selective", by_block=True, documents=True)
-
-    def off(graph, inputs):
-        return lambda *given: [x * 1.01 if x.requires_grad else x for x in graph(*given)]
-
-    torch.compiler.reset()
-    faked(monkeypatch, off)
-    for how in ({}, {"recompute": "block", "by_block": True, "documents": True}):
-        torch.compiler.reset()
-        with pytest.raises(Wrong, match=r"^(the loss|the gradient of .*) is off by"):
-            compiled.check("cpu", model, "float32", True, **how)
-        compiled.check("cpu", model, "float32", True, **how, compiled=False)
+def test_kernels_can_be_left_out():
+    open_runtime(decode(DeviceConfig, {"device": "cpu", "kernels": False}))
+    assert kernels.left_out == {*kernels.OPERATORS}
+    assert not open_runtime(decode(DeviceConfig, {"device": "cpu"})).proof
+    assert kernels.left_out == set()

@@ -2,10 +2,13 @@
 
 import multiprocessing
 import os
+import platform
 import random
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +19,6 @@ from cli import compose, to_dict
 from common.commit import git_commit
 from common.console import say, show_table
 from common.settings import UserError
-from model.ops.checks import cpu_name
 
 Row = dict[str, Any]
 K = TypeVar("K")
@@ -121,6 +123,13 @@ def profiled(run: Callable[[], object], calls: int = 3) -> list[Row]:
         for event in shown
         for time in [getattr(event, key)]
     ]
+
+
+def cpu_name() -> str:
+    """The CPU's name."""
+    info = Path("/proc/cpuinfo")
+    name = re.search(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
+    return name[1] if name else platform.processor() or platform.machine()
 
 
 def machine() -> Row:

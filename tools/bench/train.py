@@ -17,7 +17,7 @@ from model.gpt import GPT
 from tools.bench.harness import Row, attempt, composed, in_own_process, in_turn, profiled, timed
 from trainer.config import TrainConfig
 from trainer.distributed import World
-from trainer.runtime import maybe_compile, open_runtime, peak_flops
+from trainer.runtime import compile_blocks, compiles, open_runtime, peak_flops
 from trainer.step import SummedLoss, accumulate_gradients, train_step
 
 _WARM_UP = 3  # steps that get new memory from the system
@@ -137,7 +137,7 @@ class Training:
                 SummedLoss(gpt),
                 gpt.flops_per_token(config.seq_len),
             )
-            maybe_compile([self.summed_loss], config.runtime, self.runtime, gpt)
+            compile_blocks(gpt, compiles(config.runtime, self.runtime))
         else:
             self.summed_loss = NanoGPT(nanogpt, config).to(device, self.runtime.param_dtype)
             self.optimizer = self.summed_loss.optimizer(device.type)

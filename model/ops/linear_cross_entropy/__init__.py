@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
-from model.ops.checks import Tensors, compare
 from model.ops.custom import (
     accumulation_dtype,
     as_autocast,
@@ -53,10 +52,6 @@ def token_losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float | None =
     return torch.cat(losses)
 
 
-def _find_check(dtypes: tuple[str, ...], _: tuple[int, ...]) -> Any:
-    return check, {"dtype": dtypes[0]}
-
-
 def summed_loss(
     x: Tensor, weight: Tensor, targets: Tensor, cap: float | None = None, *, backend: str = "auto"
 ) -> Tensor:
@@ -70,7 +65,7 @@ def summed_loss(
     """
     refuse_transforms(_ITSELF, _OTHER, x, weight)
     (x,) = as_autocast(x)
-    backend = choose_form("the loss", backend, [*_FORMS], _find_check, x)
+    backend = choose_form("the loss", backend, [*_FORMS], x)
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return _summed_loss(x, weight, targets, wanted, cap, backend)[0]
 
@@ -182,31 +177,3 @@ def _backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _summed_loss.register_autograd(_backward, setup_context=_save_for_backward)
-
-
-def check(device: str, dtype: str) -> None:
-    """Compare the loss by the kernel with that of torch's cross-entropy.
-
-    Raises:
-        Wrong: the loss or a gradient is wrong, or a second run has other bits.
-    """
-    for N, n_vocab, cap in SHAPES:
-        generator = torch.Generator().manual_seed(n_vocab)
-        x, weight = (
-            torch.randn(n, 16, generator=generator).to(device, getattr(torch, dtype))
-            for n in (N, n_vocab)
-        )
-        targets = torch.randint(n_vocab, (N,), generator=generator)
-        targets[1:2] = -1
-
-        def kernel(
-            x: Tensor, weight: Tensor, targets: Tensor = targets, cap: float | None = cap
-        ) -> Tensors:
-            return {"the loss": summed_loss(x, weight, targets.to(x.device), cap, backend="triton")}
-
-        def definition(
-            x: Tensor, weight: Tensor, targets: Tensor = targets, cap: float | None = cap
-        ) -> Tensors:
-            return {"the loss": token_losses(x, weight, targets.to(x.device), cap).sum()}
-
-        compare(f"{N} x {n_vocab} logits, {cap=}", kernel, definition, {"x": x, "weight": weight})

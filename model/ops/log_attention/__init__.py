@@ -72,7 +72,7 @@ def log_attention(
         state: the state after earlier tokens; None before the first.
         return_state: also return the state after these tokens. Its size is constant.
         backend: "auto", or one of BACKENDS. "auto" uses `log_attention_step` for a single causal token without
-            gradients, "triton" for causal attention on GPUs where it passes its check, and "chunked" elsewhere.
+            gradients, "triton" for causal attention on GPUs, and "chunked" elsewhere.
 
     Returns:
         log_y (B, H, T, d_v) in the type of log_v, or (log_y, state). Sums are kept in float32, or float64 for float64.
@@ -94,10 +94,7 @@ def log_attention(
         return log_attention_step(q, k, log_v, log_f, state=state, return_state=return_state)
     if backend == "auto" and not causal:
         backend = "chunked"  # two products over all tokens need no kernel
-    inputs = (q, k, log_v) if log_f is None else (q, k, log_v, log_f)
-    backend = choose_form(
-        "log attention", backend, [*BACKENDS], _check, *inputs, why_not=_why_not_triton
-    )
+    backend = choose_form("log attention", backend, [*BACKENDS], q, why_not=_why_not_triton)
     return BACKENDS[backend](
         q, k, log_v, log_f, causal=causal, state=state, return_state=return_state
     )
@@ -156,12 +153,6 @@ def join_signs(log_y: Tensor) -> tuple[Tensor, Tensor]:
     larger = torch.maximum(positive, negative).masked_fill(nothing, 0)
     gap = (torch.minimum(positive, negative) - larger).masked_fill(nothing, -1)  # below 0
     return (larger + torch.log(-torch.expm1(gap))).masked_fill(nothing, -torch.inf), sign
-
-
-def _check(dtypes: tuple[str, ...], sizes: tuple[int, ...]) -> Any:
-    from model.ops.log_attention.check import check  # only GPUs need it
-
-    return check, {"dtypes": dtypes, "sizes": sizes}
 
 
 @assume_constant_result

@@ -1,12 +1,10 @@
 """The published model's position encoding: a log-space recurrence with forgetting, for each feature."""
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from model.ops.checks import Tensors, compare
 from model.ops.custom import accumulation_dtype, operator, refuse_second_order, refuse_transforms
 from model.ops.kernels import choose_form
 from model.ops.log_recurrence import chunked
@@ -28,10 +26,6 @@ def naive_log_recurrence(
         s = torch.logaddexp(log_p_t + s, h_t)
         steps.append(s)
     return torch.stack(steps, dim=1).to(dtype), s
-
-
-def _find_check(dtypes: tuple[str, ...], _: tuple[int, ...]) -> Any:
-    return check, {"dtype": dtypes[0]}
 
 
 def log_recurrence(
@@ -58,9 +52,7 @@ def log_recurrence(
         )
     if state is not None and state.shape != h[:, 0].shape:
         raise ValueError(f"state {tuple(state.shape)} must be (B, D) = {tuple(h[:, 0].shape)}")
-    backend = choose_form(
-        "the log recurrence", backend, ("naive", "chunked", "triton"), _find_check, h
-    )
+    backend = choose_form("the log recurrence", backend, ("naive", "chunked", "triton"), h)
     if backend == "naive":
         return naive_log_recurrence(log_p, h, state)
     refuse_transforms(*NAMES, log_p, h, state)
@@ -120,30 +112,3 @@ def _backward(ctx: Any, g_s: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _recur.register_autograd(_backward, setup_context=_save_for_backward)
-
-
-def check(device: str, dtype: str) -> None:
-    """Compare the kernels with the definition, for one token and for two blocks or more of tokens and features.
-
-    Triton compiles other code for multiples of 16, and h is a half of a wider tensor, as in the model.
-
-    Raises:
-        Wrong: a result or a gradient is wrong, or a second run has other bits.
-    """
-    for B, T, D in ((2, 1, 1), (1, 65, 35), (2, 64, 48)):
-        generator = torch.Generator().manual_seed(T)
-        log_p, h = (
-            torch.rand(B, T, 2 * D, generator=generator)
-            .to(device, getattr(torch, dtype))
-            .chunk(2, dim=-1)
-        )
-        leaves = {"log_p": log_p.neg(), "h": h, "state": h[:, 0].float() - 1}
-        leaves["log_p"][:, T // 2] = -torch.inf
-        kernels, definition = (partial(recur, backend) for backend in ("triton", "naive"))
-        compare(f"{T} tokens", kernels, definition, leaves)
-
-
-def recur(backend: str, /, log_p: Tensor, h: Tensor, state: Tensor) -> Tensors:
-    """The recurrence as a function of the leaves."""
-    s, after = log_recurrence(log_p, h, state, backend=backend)
-    return {"s": s, "the state": after}

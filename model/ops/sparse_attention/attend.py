@@ -9,7 +9,7 @@ arXiv 2205.14135, algorithm 4) with y and l in place of y_p and l_p. It needs on
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ _SHORT = 128  # tokens: for shorter sequences, preparing tiles takes longer than
 def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern]) -> Tensor:
     """softmax(q k^T / sqrt(D)) v, where each query attends to the keys of its head's pattern.
 
-    CPUs use tiles if they are faster than dense attention, and CUDA GPUs FlexAttention where it passes its check: both
+    CPUs use tiles if they are faster than dense attention, and CUDA GPUs FlexAttention: both
     skip masked blocks. Otherwise attention is dense with a mask; on a GPU, a message says so.
 
     Args:
@@ -98,7 +98,7 @@ def document_attention(
 ) -> Tensor:
     """`sparse_attention` in which patterns start again with each document, and do not reach beyond it.
 
-    On CUDA GPUs, 16-bit types use FlexAttention where it passes its check, if all heads have the same pattern and it
+    On CUDA GPUs, 16-bit types use FlexAttention if all heads have the same pattern and it
     depends on distances alone. Everything else is dense attention with a mask: FlexAttention multiplies float32 as
     TF32, which would lose the gates of softmax attention.
 
@@ -131,8 +131,12 @@ def forgetting_attention(
     q, k, v = as_autocast(q, k, v)
     if not q.is_cuda or q.dtype.itemsize != 2:
         return None
-    name, find = "softmax attention that forgets", partial(_check, forgets=True)
-    if choose_form(name, "auto", ("dense", "flex"), find, q, why_not=_why_not_flex) == "dense":
+    if (
+        choose_form(
+            "softmax attention that forgets", "auto", ("dense", "flex"), q, why_not=_why_not_flex
+        )
+        == "dense"
+    ):
         return None
     return _by_flex_attention(q, k, v, CAUSAL, starts, log_f=log_f)
 
@@ -146,15 +150,7 @@ def _form(q: Tensor) -> str:
     """Choose "tiles", "flex" or "masks"."""
     if q.device.type == "cpu":
         return "tiles"
-    return choose_form(
-        "sparse attention", "auto", ("masks", "flex"), _check, q, why_not=_why_not_flex
-    )
-
-
-def _check(dtypes: tuple[str, ...], sizes: tuple[int, ...], forgets: bool = False) -> Any:
-    from model.ops.sparse_attention.check import check  # only GPUs need it
-
-    return check, {"dtype": dtypes[0], "head_dim": sizes[0], "forgets": forgets}
+    return choose_form("sparse attention", "auto", ("masks", "flex"), q, why_not=_why_not_flex)
 
 
 def _why_not_flex(device: str, index: int | None, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -265,7 +261,7 @@ def _by_flex_attention(
     scale: float | None = None,
     log_f: Tensor | None = None,
 ) -> Tensor:
-    """Attend by FlexAttention's block masks. `_form` chooses this only where it passes its check."""
+    """Attend by FlexAttention's block masks."""
     attend, _ = _flex_attention()
     (H, T), device = q.shape[1:3], q.device
     k, v = _repeated(k, H), _repeated(v, H)

@@ -1,0 +1,333 @@
+"""The proof that a model computes the right numbers on this GPU, before it is used.
+
+A run computes the gradient of its own first micro-batch twice: as configured, with kernels and compiled code, and in
+plain torch: float32, without kernels, not compiled. If they differ, the run uses the fastest form in which they agree.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from common.commit import code_digest
+from common.console import count, say, warn
+from common.files import make_directory, read_json, write_json
+from common.memory import out_of_memory
+from common.settings import JsonDict, UserError
+from model.gpt import GPT
+from model.layers import FusedLinear
+from model.ops import kernels
+from trainer.distributed import World
+from trainer.runtime import Runtime, compile_blocks, triton_version
+
+ROUNDINGS = 16
+"""Roundings of a number that may add up in a gradient. In bfloat16 that is 0.125: right gradients differ by up to
+0.05, for 2 and for 12 layers, and wrong kernels differed by 0.28 and more."""
+SMALL = 1e-6
+"""Share of the whole gradient's norm below which a parameter's gradient is compared in absolute terms."""
+_AT_ONCE = 2**13
+"""Tokens that plain torch computes at once."""
+_TEXT = 1024
+"""Tokens of the text whose logits are compared."""
+LOSS, LOGITS = "the loss", "the logits"
+
+Gradients = dict[str, Tensor]
+"""The loss, and the gradient of each parameter, by name."""
+
+
+class Form(NamedTuple):
+    """How a model runs."""
+
+    compiled: bool
+    left_out: tuple[str, ...] = ()
+    """Operators whose kernels are not used."""
+
+    def lacks(self, configured: "Form") -> str:
+        """What it does without, beside the configured form."""
+        left_out = [operator for operator in self.left_out if operator not in configured.left_out]
+        lost = [f"the kernels of {operator}" for operator in left_out]
+        if configured.compiled and not self.compiled:
+            lost.append("torch.compile")
+        return " and ".join(lost)
+
+
+class Difference(NamedTuple):
+    """The largest difference of a form from plain torch."""
+
+    size: float
+    """Relative to the tensor's norm; infinity: the form raised an error."""
+    name: str
+    """Of the tensor, or the error."""
+    norm: float = math.nan
+    norm_in_plain_torch: float = math.nan
+
+    def __str__(self) -> str:
+        if math.isnan(self.norm_in_plain_torch):
+            return self.name
+        return (
+            f"{self.name} has norm {self.norm:.4g}, in plain torch {self.norm_in_plain_torch:.4g}"
+        )
+
+
+def bound_of(dtype: torch.dtype) -> float:
+    """The largest relative difference of a right gradient. Float32 is multiplied as TF32."""
+    rounding = 2**-7 if dtype == torch.bfloat16 else 2**-10
+    return ROUNDINGS * rounding
+
+
+def prove_gradients(
+    gpt: GPT, token_ids: Tensor, targets: Tensor, runtime: Runtime, world: World, compiled: bool
+) -> Form:
+    """Choose the fastest form of a model that computes the right gradient here, the same in all processes.
+
+    Args:
+        token_ids: this process's first micro-batch, int64 (B, T).
+        targets: (B, T).
+        compiled: whether the configured form is compiled.
+    """
+    ids = token_ids[:, : runtime.sequence_chunk].to(world.device)
+    targets = targets[:, : runtime.sequence_chunk].to(world.device)
+    with _without_zeros(gpt):
+        compile_blocks(gpt, False)
+        expected, scales = plain_gradients(gpt, ids, targets)
+
+        def difference(form: Form) -> Difference:
+            use(gpt, form)
+            return compare(gradients(gpt, ids, targets, runtime), expected, scales)
+
+        form, largest = fastest_right(difference, compiled, runtime.dtype, world)
+    use(gpt, form)
+    sequences = count(len(ids), "sequence")
+    say(
+        f"gradients of the first {sequences} agree with plain torch: "
+        f"largest difference {largest.size:.2g}, in {largest.name}"
+    )
+    return form
+
+
+def fastest_right(
+    difference: Callable[[Form], Difference], compiled: bool, dtype: torch.dtype, world: World
+) -> tuple[Form, Difference]:
+    """Return the fastest form that is right in all processes, and its largest difference. Warn of what is wrong.
+
+    Args:
+        difference: of a form from plain torch, in this process.
+        compiled: whether the configured form is compiled.
+        dtype: of the run.
+
+    Raises:
+        UserError: not even plain torch is right in this dtype.
+    """
+    attempts = itertools.count()
+    allowed = bound_of(dtype)
+
+    def largest(form: Form) -> Difference:
+        try:
+            local = difference(form)
+        except Exception as error:  # compilers raise errors of any kind
+            if out_of_memory(error):
+                raise
+            local = Difference(math.inf, str(error).strip().partition("\n")[0] or repr(error))
+        everywhere = world.exchange(f"proof {next(attempts)}", local)
+        return max((Difference(*values) for values in everywhere), key=lambda it: it.size)
+
+    configured = Form(compiled, tuple(sorted(kernels.left_out)))
+    kernels.used.clear()
+    first = largest(configured)
+    if first.size <= allowed:
+        return configured, first
+    used = sorted(kernels.used)
+    for left_out in [(), *((operator,) for operator in used), tuple(used)]:
+        form = Form(False, (*configured.left_out, *left_out))
+        found = largest(form)
+        if found.size <= allowed:
+            break
+    else:
+        what = f"{first}, and without kernels and compilation {found}"
+        raise UserError(f"{what}: use runtime.dtype=float32, or runtime.proof=false to go on")
+    if compiled and form.left_out:
+        faster = largest(form._replace(compiled=True))
+        if faster.size <= allowed:
+            form, found = form._replace(compiled=True), faster
+    warn(f"{first}: this goes on without {form.lacks(configured)}, which is slower")
+    return form, found
+
+
+def use(gpt: GPT, form: Form) -> None:
+    """Run a model in this form from now on."""
+    if set(form.left_out) != kernels.left_out:
+        kernels.leave_out(form.left_out)
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()  # compiled code holds the choice of kernels
+    compile_blocks(gpt, form.compiled)
+
+
+def gradients(gpt: GPT, token_ids: Tensor, targets: Tensor, runtime: Runtime) -> Gradients:
+    """Return the mean loss and its gradient, as a training step computes them.
+
+    The matrices of a fused weight have a gradient each: that of k would be lost beside those of q and v.
+    """
+    with runtime.autocast():
+        loss = gpt.summed_loss(token_ids, targets) / targets.numel()
+    named = dict(gpt.named_parameters())
+    grads = torch.autograd.grad(loss, [*named.values()], materialize_grads=True)
+    found = {LOSS: loss.detach()} | dict(zip(named, grads, strict=True))
+    for name, module in gpt.named_modules():
+        if isinstance(module, FusedLinear):
+            fused = found.pop(f"{name}.weight")
+            for i, matrix in enumerate(module.split(fused)):
+                found[f"{name}.weight[{i}]"] = matrix
+    return found
+
+
+def plain_gradients(
+    gpt: GPT, token_ids: Tensor, targets: Tensor
+) -> tuple[Gradients, dict[str, Tensor]]:
+    """Return the loss and gradients in float32, a few sequences at a time, and the scale of each.
+
+    The scale is the root of the sum of squares of the norms of all parts. It is the norm of the sum if parts are
+    independent, and does not vanish where they cancel, as their rounding errors do not either.
+    """
+    rows = max(1, min(_AT_ONCE // token_ids.shape[1], len(token_ids) // 8))
+    recompute, gpt.recompute = gpt.recompute, "block"
+    total: Gradients = {}
+    squares: dict[str, Tensor] = {}
+    with kernels.plain_torch(), _exact_products():
+        runtime = Runtime(gpt.device, torch.float32)
+        for ids, of_ids in zip(token_ids.split(rows), targets.split(rows), strict=True):
+            share = len(ids) / len(token_ids)
+            for name, value in gradients(gpt, ids, of_ids, runtime).items():
+                part = value.float() * share
+                total[name] = total[name] + part if name in total else part
+                square = part.norm().square()
+                squares[name] = squares[name] + square if name in squares else square
+    gpt.recompute = recompute
+    return total, {name: square.sqrt() for name, square in squares.items()}
+
+
+def compare(found: Gradients, expected: Gradients, scales: dict[str, Tensor]) -> Difference:
+    """Return the largest difference, relative to the scale of each tensor."""
+    scale = {name: scales[name].maximum(value.norm()) for name, value in expected.items()}
+    whole = torch.stack([scale[name] for name in scale if name != LOSS]).norm()
+    sizes = {
+        name: (found[name].float() - value).norm() / scale[name].maximum(SMALL * whole)
+        for name, value in expected.items()
+    }
+    if LOSS in sizes:
+        sizes[LOSS] *= ROUNDINGS  # a mean of many losses: one rounding
+    largest = torch.stack([*sizes.values()]).nan_to_num(nan=math.inf).argmax()
+    name = [*sizes][int(largest)]
+    size = sizes[name].nan_to_num(nan=math.inf)
+    norms = torch.stack([size, found[name].float().norm(), expected[name].norm()]).tolist()
+    return Difference(norms[0], name, *norms[1:])
+
+
+def prove_logits(gpt: GPT, runtime: Runtime, autocast: bool) -> None:
+    """Use kernels with which a model's logits are right on this GPU: those that were proved for it, if any were.
+
+    Otherwise the logits of a text of random tokens are compared with plain torch.
+
+    Args:
+        autocast: whether the model runs in `runtime.autocast()`.
+    """
+    proofs = Proofs(gpt, runtime.dtype)
+    form = proofs.read()
+    if form is not None:
+        kernels.leave_out({*kernels.left_out, *form.left_out})
+        return
+    length = min(_TEXT, gpt.config.max_len or _TEXT)
+    n_ids = min(gpt.config.n_vocab, 16)  # so few that strings occur again
+    ids = torch.randint(n_ids, (1, length), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(gpt.device)
+    wide = {name: p.float() for name, p in gpt.named_parameters()}
+    with torch.inference_mode(), kernels.plain_torch(), _exact_products():
+        expected = {LOGITS: functional_call(gpt, wide, (ids,))}
+    norms = {LOGITS: expected[LOGITS].norm()}
+
+    def difference(form: Form) -> Difference:
+        use(gpt, form)
+        with torch.inference_mode(), runtime.autocast() if autocast else nullcontext():
+            return compare({LOGITS: gpt(ids)}, expected, norms)
+
+    form, _ = fastest_right(difference, False, runtime.dtype, World(gpt.device))
+    use(gpt, form)
+    proofs.write(form, {"logits": True})
+
+
+@contextmanager
+def _without_zeros(gpt: GPT) -> Iterator[None]:
+    """Give parameters that are 0 random values, so that errors in what they are multiplied with show."""
+    zeros = [p for p in gpt.parameters() if not p.any()]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in zeros:
+            p.copy_(0.02 * torch.randn(p.shape, generator=generator))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p in zeros:
+                p.zero_()
+
+
+@contextmanager
+def _exact_products() -> Iterator[None]:
+    """Multiply float32 matrices in float32, not in TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class Proofs:
+    """What was proved for a model on this GPU: a JSON file in the folder of caches."""
+
+    def __init__(self, gpt: GPT, dtype: torch.dtype) -> None:
+        """`dtype`: the run's."""
+        device = torch.cuda.get_device_properties(gpt.device) if gpt.device.type == "cuda" else None
+        about = {
+            "device": f"{device.name}, {device.major}.{device.minor}" if device else "cpu",
+            "torch": torch.__version__,
+            "triton": triton_version(),
+            "sources": code_digest(["model"]),
+            "model": gpt.config.model_dump(mode="json"),
+            "dtype": str(dtype),
+        }
+        key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+        self._about = about
+        self._path = cache_folder() / f"{key}.json"
+
+    def read(self, options: JsonDict | None = None) -> Form | None:
+        """The form that was proved, with these options if any are given."""
+        try:
+            kept = read_json(self._path)
+            if options is not None and kept["options"] != options:
+                return None
+            return Form(kept["compiled"], tuple(kept["left_out"]))
+        except (UserError, KeyError):  # not there, or damaged: it is proved again
+            return None
+
+    def write(self, form: Form, options: JsonDict) -> None:
+        """Keep a form, or warn that this is not possible."""
+        try:
+            make_directory(self._path.parent, "XDG_CACHE_HOME")
+            write_json(self._path, {**self._about, "options": options, **form._asdict()})
+        except (UserError, OSError) as error:
+            warn(f"what was proved is not kept for the next start: {error}")
+
+
+def cache_folder() -> Path:
+    """Where proofs are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "log_gpt" / "proofs"
