@@ -43,7 +43,6 @@ WORK = {  # what a script calls once it has read its command line and everything
     "scripts/doctor": "tools.doctor.examine",
     "scripts/draw_attention": "tools.report.attention_masks.draw",
     "scripts/export_hf": "tools.convert.export_hf.export",
-    "scripts/gpu_hour": "tools.bench.gpu_hour.run",
     "scripts/import_gpt2": "tools.convert.import_gpt2.import_gpt2",
     "scripts/inspect_dataset": "tools.report.dataset.inspect",
     "scripts/lm_eval": "inference.harness.run_harness",
