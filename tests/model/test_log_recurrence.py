@@ -139,7 +139,9 @@ def test_kernels_take_views_of_any_strides(quick_scan):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recur", "T"), [(log_recurrence, 2**14), pytest.param(by_kernel, 1000, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("recur", "T"), [(log_recurrence, 2**14), pytest.param(by_kernel, 1000, marks=pytest.mark.gpu)]
+)
 def test_little_forgotten_in_many_tokens_keeps_float32s_digits(quick_scan, recur, T):
     """Errors of the tokens do not add up: about 1e-7 times |s| < 10, and not T times as much."""
     leaves = inputs(T, 2, torch.float32)
