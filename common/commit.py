@@ -31,7 +31,9 @@ def git_commit(root: Path = _ROOT) -> str | None:
 def _git(root: Path, *arguments: str) -> str | None:
     """Return what git prints about a folder, or None if it fails."""
     try:
-        result = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
+        result = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True
+        )
     except OSError:  # no git on this machine
         return None
     return result.stdout.strip() or None
