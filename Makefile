@@ -5,12 +5,12 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.11 python3.12 python3.13 pytho
 	$(shell $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
 VENV := .venv/bin
 RUN := runs/demo
-# Tests in three processes, without the plugins that packages such as Hydra bring: loading them takes two seconds in each.
-PYTEST := $(VENV)/python -m pytest --disable-plugin-autoload -p xdist -p hypothesispytest -n 3 --dist worksteal
+# Tests run without the plugins that packages such as Hydra bring: loading them takes two seconds in each.
+PYTEST := $(VENV)/python -m pytest --disable-plugin-autoload -p xdist -p hypothesispytest --dist worksteal
 # Container images set this variable, which would make each of hundreds of processes compile our modules again.
 test test-slow test-all: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help setup train test test-slow test-all test-gpu gpu-hour mutations check format bench clean
+.PHONY: help setup train test test-slow test-all test-gpu mutations check format bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /	/' | expand -t 12
@@ -46,21 +46,17 @@ train: .venv/installed  ## prepare the embedded corpus, train a small log-space 
 		'python train.py -m experiment=quickstart run_dir=runs/sweep optim.max_lr=3e-3,1e-2 seed=1,2'
 
 test: setup  ## run the fast tests: under 4 minutes on 2 cores
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -n 3 -m "not slow"
 
 test-slow: setup  ## run the other tests: kills at every operation, long fuzzing, every script
-	$(PYTEST) -m slow --durations=20
+	$(PYTEST) -n 3 -m slow --durations=20
 
 test-all: setup  ## run all tests, as CI does: about 20 minutes on 2 cores
-	$(PYTEST)
+	$(PYTEST) -n 3
 
 test-gpu: setup  ## run on a GPU all tests that can run there: minutes
 	@$(VENV)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("error: torch sees no GPU here: run make test-gpu on a machine with one")'
-	$(VENV)/python -m pytest -m gpu -W default
-
-# On a bare machine, its own Python: setup needs a network. Options are those of the script: make gpu-hour minutes=9
-gpu-hour:  ## check, time, profile and test on a GPU within an hour; continues after an interruption
-	$(or $(wildcard $(VENV)/python),$(PYTHON)) scripts/gpu_hour.py $(filter-out PYTHON=%,$(MAKEOVERRIDES))
+	$(PYTEST) -n auto --maxprocesses 8 -m gpu -W default
 
 mutations: setup  ## break the code in ten ways and check that a test of `make test` notices each
 	$(VENV)/python tests/mutations.py

@@ -14,10 +14,23 @@ def code_digest(packages: Iterable[str] = ("common", "data", "model", "trainer")
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()[:12]
 
 
-def git_commit() -> str | None:
-    """Return the commit of this code, with -dirty if files differ from it, or None without git."""
+def git_commit(root: Path = _ROOT) -> str | None:
+    """Return the commit of the code in `root`, with -dirty if files differ from it.
+
+    None without git, and where `root` is only a folder in another repository, such as an unpacked archive.
+    """
+    top = _git(root, "rev-parse", "--show-toplevel")
+    if top is None or not root.samefile(top):
+        return None
+    return _git(root, "describe", "--always", "--dirty")
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    """Return what git prints about a folder, or None if it fails."""
     try:
-        git = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty"]
-        return subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
+        result = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True
+        )
     except OSError:  # no git on this machine
         return None
+    return result.stdout.strip() or None

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import simulated_gpu  # before torch
 import surroundings  # noqa: F401 (before rich)
 import torch
 from made_on import MadeOn, suspended
@@ -44,10 +43,8 @@ WORDS = ["def", "self", "return", "the", "of", "(", ")", ":", "\n", "é", "日�
 def pytest_configure(config):
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when torch first looks for GPUs
-    elif simulated_gpu.ASKED_FOR:
-        simulated_gpu.begin()
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # as trainer/runtime.py sets it
-    if simulated_gpu.ASKED_FOR or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
 
@@ -63,7 +60,7 @@ def pytest_runtest_setup(item):
         return
     if item.config.option.markexpr == "gpu" and not torch.cuda.is_available():
         pytest.skip("needs a GPU, and torch sees none")
-    if marker.kwargs.get("alone") and (simulated_gpu.ASKED_FOR or not torch.cuda.is_available()):
+    if marker.kwargs.get("alone") and not torch.cuda.is_available():
         pytest.skip("runs on a GPU only: python -m pytest -m gpu")
 
 

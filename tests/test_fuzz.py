@@ -14,11 +14,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.files import parse_json
 from common.settings import UserError, decode
-from data.documents import documents_in, read_index
-from data.shards import parse_manifest, read_manifest
-from data.tokenizer import load_tokenizer, read_rank_file
+from data.documents import documents_in
+from data.shards import read_manifest
+from data.tokenizer import load_tokenizer
 from trainer.checkpoint import load_model, newest, open_checkpoint
 from trainer.config import TrainConfig
 from trainer.tensor_file import read_tensors
@@ -57,22 +56,13 @@ def nothing_but_user_errors():
 
 @st.composite
 def damaged(draw, content):
-    """`content` with up to 4 stretches overwritten, cut out, doubled or filled with other bytes, or its end cut off."""
+    """`content` in which up to 4 stretches, or all from there on, are other bytes, gone or doubled."""
     content = bytearray(content)
     for _ in range(draw(st.integers(1, 4))):
         start = draw(st.integers(0, len(content)))
         stop = min(len(content), start + draw(st.sampled_from([0, 1, 2, 4, 8, 100])))
-        how = draw(st.sampled_from(["bytes", "bit", "cut", "double", "end"]))
-        if how == "bytes":
-            content[start:stop] = draw(st.binary(max_size=9))
-        elif how == "bit" and start < len(content):
-            content[start] ^= 1 << draw(st.integers(0, 7))
-        elif how == "cut":
-            del content[start:stop]
-        elif how == "double":
-            content[start:start] = content[start:stop]
-        elif how == "end":
-            del content[start:]
+        new = draw(st.one_of(st.binary(max_size=9), st.sampled_from([b"", content[start:stop] * 2])))
+        content[start : draw(st.sampled_from([stop, stop, len(content)]))] = new
     return bytes(content)
 
 
@@ -85,32 +75,24 @@ ODD = st.one_of(
         ["", "0", "1", "\0", "\x1b[2J\n", "../../x", "/dev/zero", "${oc.env:HOME}", "a" * 10**5, "é\ud800"]
     ),
     st.sampled_from([[], {}, [[]], {"_target_": "os.system"}, {"name": "none"}, {"": None}, ["a"] * 1000]),
-    st.text(max_size=5),
-    st.integers(),
 ).map(copy.deepcopy)
 
 
 @st.composite
 def mutated(draw, value):
-    """JSON data with up to 3 of its members replaced by odd values, dropped, renamed, or put in each other's place."""
+    """JSON data in which up to 3 members are replaced by odd values or each other, dropped, or new."""
     value = copy.deepcopy(value)
     for _ in range(draw(st.integers(1, 3))):
         places = list(inside(value))
-        if not places:
-            return draw(ODD)
         parent, key = draw(st.sampled_from(places))
         how = draw(st.sampled_from(["odd", "odd", "odd", "drop", "add", "swap"]))
-        if how == "odd":
-            parent[key] = draw(ODD)
-        elif how == "drop":
+        other, there = draw(st.sampled_from(places))
+        if how == "drop":
             del parent[key]
-        elif how == "swap":
-            other, there = draw(st.sampled_from(places))
-            parent[key] = copy.deepcopy(other[there])
-        elif isinstance(parent, dict):
-            parent[draw(st.one_of(st.text(max_size=5), st.sampled_from(["_target_", "name", "\x1b[2J\n"])))] = draw(ODD)
+        elif how == "add" and isinstance(parent, dict):
+            parent[draw(st.sampled_from(["x", "_target_", "name", "\x1b[2J\n"]))] = draw(ODD)
         else:
-            parent.append(draw(ODD))
+            parent[key] = copy.deepcopy(other[there]) if how == "swap" else draw(ODD)
     return value
 
 
@@ -137,21 +119,7 @@ def overwritten(content):
     return damaged(content).map(lambda other: other.ljust(len(content), b"\xff")[: len(content)])
 
 
-# ----- JSON and settings
-
-
-@fuzz(60)
-@given(data=st.data())
-def test_any_bytes_are_json_or_a_value_error(data):
-    content = data.draw(
-        st.one_of(st.binary(max_size=60), damaged(b'{"a": [1, -2.5e3, "\\u00e9\\ud83d\\ude00", null], "b": {}}'))
-    )
-    try:
-        value = parse_json(content)
-    except ValueError:
-        return
-    assert json.loads(content) == value
-    json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+# ----- what is done with them
 
 
 @fuzz(60)
@@ -161,9 +129,6 @@ def test_any_settings_are_settings_or_a_user_error(tiny, data):
     with nothing_but_user_errors():
         config = decode(TrainConfig, raw)
         json.dumps(config.model_dump(mode="json"))
-
-
-# ----- datasets
 
 
 @pytest.fixture(scope="module")
@@ -186,20 +151,14 @@ def replaced(path, content):
 def use_dataset(folder):
     """What training and scripts/inspect_dataset.py do with a dataset."""
     load_tokenizer(folder / "tokenizer.json")
-    parse_manifest(folder)
     manifest = read_manifest(folder)
-    assert len(manifest.fingerprint) == 64
     for split in manifest.splits:
-        list(documents_in(folder, manifest, split, 0, 1))
         list(documents_in(folder, manifest, split, 50, 1000))
-        for shard in manifest.splits[split].shards:
-            read_index(folder, manifest, shard)
 
 
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("manifest.json", damaged),
         ("manifest.json", values),
         ("train-00000.idx", overwritten),
         ("tokenizer.json", values),
@@ -211,19 +170,6 @@ def test_any_change_of_a_dataset_is_harmless_or_a_user_error(dataset, data, name
     path = dataset / name
     with replaced(path, data.draw(change(path.read_bytes()))), nothing_but_user_errors():
         use_dataset(dataset)
-
-
-@fuzz(60)
-@given(data=st.data())
-def test_any_bytes_of_a_rank_file_are_ranks_or_a_user_error(rank_file, tmp_path_factory, data):
-    path = tmp_path_factory.getbasetemp() / "fuzzed.tiktoken"
-    path.write_bytes(data.draw(damaged(rank_file.read_bytes())))
-    with nothing_but_user_errors():
-        ranks = read_rank_file(path)
-        assert all(isinstance(token, bytes) for token in ranks)
-
-
-# ----- checkpoints
 
 
 @pytest.fixture
@@ -245,17 +191,15 @@ def signed(path, name, content):
     return json_bytes(manifest)
 
 
-SIGNED = ("state.json", "tokenizer.json", "model.safetensors")
-
-
 @pytest.mark.parametrize(
     ("name", "change", "right_sum"),
     [
         ("manifest.json", damaged, False),
-        *((name, damaged, right) for name in SIGNED for right in (False, True)),
-        ("optimizer.safetensors", damaged, True),
         ("manifest.json", values, False),
         ("state.json", values, True),
+        ("tokenizer.json", values, True),
+        ("model.safetensors", damaged, False),
+        ("model.safetensors", damaged, True),
     ],
 )
 @fuzz(30)
@@ -269,8 +213,6 @@ def test_any_change_of_a_checkpoint_is_harmless_or_a_user_error(checkpoint, data
     ):
         use_checkpoint(checkpoint)
 
-
-# ----- tensors
 
 EXPECTED = test_hostile.EXPECTED | {"c": (torch.Size([0, 4]), (torch.uint8,))}
 HEADER = test_hostile.GOOD | {"c": {"dtype": "U8", "shape": [0, 4], "data_offsets": [32, 32]}}

@@ -79,10 +79,11 @@ def test_one_process_of_torchrun_is_as_none(run_process, tiny_args, tmp_path, st
 @pytest.mark.gpu(alone=True)
 @pytest.mark.parametrize("attention", ["log_space", "softmax", "linear"])
 def test_compiled_is_eager(attention, device):
-    """In float64, by inductor: sums of some hundred terms in another order."""
+    """In float32, by inductor. Gradients are sums over 140 tokens of products of some 100 terms, in another order: each
+    is off by up to 14,000 x 2^-24 = 1e-3 of its terms, which are about 1."""
     torch.manual_seed(0)
     parts = {"attention": {"name": attention}, "block": {"name": "mlp"}, "position": {"name": "log_recurrence"}}
-    gpt = GPT(GPTConfig(n_vocab=11, n_layer=2, n_head=2, n_embd=32, **parts)).to(device, torch.float64)
+    gpt = GPT(GPTConfig(n_vocab=11, n_layer=2, n_head=2, n_embd=32, **parts)).to(device)
     ids = torch.randint(11, (2, 71))
     results = []
     for loss in (gpt.summed_loss, torch.compile(gpt.summed_loss)):
@@ -91,14 +92,14 @@ def test_compiled_is_eager(attention, device):
             value = loss(ids[:, :-1], ids[:, 1:])
             value.backward()
         results.append([value.detach(), *(p.grad.clone() for p in gpt.parameters())])
-    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.gpu(alone=True)
 @pytest.mark.parametrize("pattern", [window(40), window(9, 3), strided(16), fixed(32, 4), longformer(50, 5)], ids=str)
-@pytest.mark.parametrize("T", [1, 128, 300, 1000])
+@pytest.mark.parametrize("T", [1, 300])
 def test_flex_attention_is_the_definition_in_both_passes(pattern, T):
-    """In float32, sums of 1,000 terms of size about 1: each is off by up to 1,000 x 2^-24 = 6e-5 of it."""
+    """In float32, sums of 300 terms of size about 1: each is off by up to 300 x 2^-24 = 2e-5 of it."""
     q, k, v, g = (torch.randn(2, 2, T, 16) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     results = []

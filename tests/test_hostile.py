@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from cli.compose import compose, to_dict
 from common.files import open_file, read_json, sha256_file, write_atomic
 from common.settings import UserError, decode
-from data.documents import documents_in, read_index
 from data.shards import read_manifest
 from data.tokenizer import read_rank_file
 from inference.evaluate import EvaluateConfig, run_evaluation
@@ -95,10 +94,11 @@ def test_a_file_beyond_the_limit_of_bytes_is_not_read(tmp_path):
     with refused("is larger than 8 bytes"):
         read_json(path, limit=8)
     os.truncate(path, 2**40)
-    with refused("is larger than 268,435,456 bytes"):
-        read_json(path)
-    with refused():
-        read_rank_file(path)
+    for read in (read_json, read_rank_file):
+        with refused(r"x\.json "):
+            read(path)
+    with refused("is not a valid path"):
+        read_json(Path(f"{tmp_path}/\0"))
 
 
 def link(path):
@@ -160,11 +160,6 @@ def test_a_folder_may_be_reached_by_a_link_and_a_rank_file_may_be_one(checkpoint
     assert read_rank_file(tmp_path / "linked-ranks") == read_rank_file(rank_file)
 
 
-def test_a_path_with_a_zero_byte_is_refused(tmp_path):
-    with refused("is not a valid path"):
-        read_json(Path(f"{tmp_path}/\0"))
-
-
 def test_nothing_is_written_through_a_link_that_waits_for_it(tmp_path):
     (tmp_path / "mine").write_text("mine")
     for name in ("x.json", "x.json.tmp"):
@@ -172,9 +167,6 @@ def test_nothing_is_written_through_a_link_that_waits_for_it(tmp_path):
     write_atomic(tmp_path / "x.json", "new")
     assert not (tmp_path / "x.json").is_symlink()
     assert ((tmp_path / "x.json").read_text(), (tmp_path / "mine").read_text()) == ("new", "mine")
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(IsADirectoryError, match=r"/folder'$"):
-        write_atomic(tmp_path / "folder", "new")
 
 
 # ----- tensors
@@ -187,10 +179,10 @@ GOOD = {
 }
 
 
-def tensor_file(path, header, body=bytes(32), length=None):
+def tensor_file(path, header):
     """A safetensors file by hand."""
     header = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header + body)
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(32))
     return path
 
 
@@ -205,8 +197,6 @@ def test_the_tensors_that_are_expected_are_read(tmp_path):
     assert list(read) == ["a", "b"]
     assert all(torch.equal(read[name], tensors[name]) for name in tensors)
     assert torch.equal(read_tensors([tensor_file(tmp_path / "y.safetensors", GOOD)], EXPECTED)["a"], torch.zeros(2, 3))
-    save_file({}, tmp_path / "none.safetensors")
-    assert read_tensors([tmp_path / "none.safetensors"], {}) == {}
 
 
 @pytest.mark.parametrize(
@@ -242,61 +232,13 @@ def test_a_tensor_file_that_was_cut_off_or_has_something_behind_it_is_refused(tm
             read_tensors([path], EXPECTED)
 
 
-_MEASURE = """
-import resource, sys, torch
-from pathlib import Path
-from common.settings import UserError
-from trainer.tensor_file import read_tensors
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-good, *paths = map(Path, sys.argv[1:])
-expected = {"a": (torch.Size([2, 3]), [torch.float32]), "b": (torch.Size([]), [torch.int64])}
-read_tensors([good], expected)
-before = peak()
-for path in paths:
-    try:
-        read_tensors([path], expected)
-    except UserError:
-        print("refused", path.name)
-print(peak() - before)
-"""
-
-
-@pytest.mark.slow
-def test_a_header_of_terabytes_takes_no_memory(tmp_path, run_process):
-    """Long headers, and headers that describe large tensors, in sparse files of the full size."""
-    huge = changed("a", shape=[2**38], data_offsets=[0, 2**40])
-    paths = [
-        tensor_file(tmp_path / "long", GOOD, length=2**64 - 1),
-        tensor_file(tmp_path / "large", huge),
-        tensor_file(tmp_path / "both", huge, length=2**30),
-        tensor_file(tmp_path / "many", {str(i): GOOD["a"] for i in range(10**6)}),
-        tensor_file(tmp_path / "just", GOOD),
-    ]
-    for path in paths:
-        os.truncate(path, 2**41)
-    good = tensor_file(tmp_path / "good", GOOD)
-    (result,) = run_process(["-c", _MEASURE, good, *paths])
-    *said, growth = result.out.splitlines()
-    assert said == [f"refused {path.name}" for path in paths]
-    assert int(growth) < 2**25
-
-
 # ----- the architecture
 
 
 @pytest.mark.parametrize(
-    "key",
-    [
-        *("n_vocab", "pad_vocab", "n_layer", "n_head", "head_dim", "n_embd"),
-        *("attention.d_key", "attention.d_val", "block.expansion", "position.max_len"),
-    ],
+    "key", ["n_vocab", "n_layer", "n_head", "attention.d_key", "block.expansion", "position.max_len"]
 )
-@pytest.mark.parametrize(
-    "value", [0, -1, 2**24 + 1, 2**63, 10**400], ids=["zero", "negative", "more", "overflow", "huge"]
-)
+@pytest.mark.parametrize("value", [-1, 2**24 + 1, 10**400], ids=["negative", "more", "huge"])
 def test_a_size_that_no_model_has_is_refused(raw, key, value):
     model = raw["model"] | {"position": {"name": "learned"}}
     part, _, name = key.rpartition(".")
@@ -305,12 +247,10 @@ def test_a_size_that_no_model_has_is_refused(raw, key, value):
         decode(GPTConfig, model)
 
 
-@pytest.mark.parametrize("attention", ["log_space_signed", "softmax"])
 @pytest.mark.slow
-def test_the_largest_model_that_is_allowed_can_be_laid_out(attention):
+def test_the_largest_model_that_is_allowed_can_be_laid_out():
     largest = {"n_vocab": 2**24, "pad_vocab": 2**16, "n_layer": 1024, "n_head": 2**12, "head_dim": 2**16}
-    sizes = {} if attention == "softmax" else {"d_key": 2**24, "d_val": 2**24}
-    parts = {"attention": {"name": attention, **sizes}, "block": {"name": "mlp", "expansion": 2**24}}
+    parts = {"attention": {"name": "log_space", "d_key": 2**24, "d_val": 2**24}, "block": {"name": "mlp"}}
     parts |= {"position": {"name": "learned", "max_len": 2**24}}
     with torch.device("meta"):
         gpt = GPT(decode(GPTConfig, {**largest, "n_embd": 2**17, **parts}))
@@ -319,15 +259,13 @@ def test_the_largest_model_that_is_allowed_can_be_laid_out(attention):
 
 # ----- settings
 
-STRANGE = ["${oc.env:HOME}", "${oc.decode:1}", "{{7*7}}", "$(id)", "!!python/object/apply:os.system"]
-
 
 @pytest.fixture
 def raw(tiny):
     return tiny().model_dump(mode="json")
 
 
-@pytest.mark.parametrize("part", ["", "model", "model.attention", "optim", "schedule", "runtime", "tracker", "data"])
+@pytest.mark.parametrize("part", ["", "model.attention", "optim"])
 def test_a_target_is_an_unknown_key_everywhere(raw, part):
     node = raw
     for key in filter(None, part.split(".")):
@@ -337,7 +275,7 @@ def test_a_target_is_an_unknown_key_everywhere(raw, part):
         decode(TrainConfig, raw)
 
 
-@pytest.mark.parametrize("text", STRANGE)
+@pytest.mark.parametrize("text", ["${oc.env:HOME}", "{{7*7}}", "!!python/object/apply:os.system"])
 def test_text_stays_text(raw, text):
     assert str(decode(TrainConfig, raw | {"dataset_dir": text}).dataset_dir) == text
     for key in ("seed", "model", "resume"):
@@ -354,13 +292,6 @@ def test_a_strange_experiment_is_one_line(tmp_path, text):
     (tmp_path / "experiment" / "strange.yaml").write_text(text)
     with refused():
         to_dict(compose("train", ["experiment=strange", "dataset_dir=x"], str(tmp_path)))
-
-
-def test_a_folder_of_experiments_may_have_any_name(tmp_path):
-    folder = tmp_path / "it's, [mine]"
-    (folder / "experiment").mkdir(parents=True)
-    (folder / "experiment" / "own.yaml").write_text("# @package _global_\nseed: 7\n")
-    assert compose("train", ["experiment=own"], str(folder)).seed == 7
 
 
 # ----- datasets
@@ -381,23 +312,12 @@ def first_shard(manifest):
     [
         (lambda m: first_shard(m).update(file="../../x"), "shard 0 of train is '../../x', must be 'train-00000.bin'"),
         (lambda m: first_shard(m).update(tokens=2**60), "or less"),
-        (lambda m: first_shard(m).update(sha256="0"), "sha256"),
-        (lambda m: first_shard(m).pop("index_sha256"), "index_sha256"),
-        (lambda m: m["splits"]["train"].update(shards=[]), "tokens of train: .* in its shards"),
-        (lambda m: next(iter(m["splits"]["train"]["sets"].values())).update(documents=0), "documents of train: 0 in"),
-        (lambda m: m["splits"]["train"]["sets"].update(other=m["splits"]["train"]["sets"].popitem()[1]), "set 'other'"),
-        (lambda m: m["splits"]["train"]["shards"].append(first_shard(m)), "shard 1 of train is"),
-        (lambda m: m["splits"].update(test=m["splits"]["val"]), "test"),
         (lambda m: m["splits"].pop("val"), "splits"),
         (lambda m: m.update({"\x1b[2J\n": 1}), "is damaged"),
         (lambda m: m.update(format_version=1), "has format version 1, this program reads 2"),
-        (lambda m: m.update(format_version="\x1b[2J" * 10**5), r"has format version '\\x1b"),
         (lambda m: m.update(set_names=["\x1b[2J"]), "printable"),
-        (lambda m: m.update(set_names=m["set_names"] * 2), "has a name twice"),
         (lambda m: m.update(set_names=[*m["set_names"], *map(str, range(2**16))]), "give at most 65536 values"),
         (lambda m: m["tokenizer"].update(n_vocab=2**40), "n_vocab"),
-        (lambda m: m["tokenizer"].update(name="x" * 10**6, n_vocab=0), "is damaged"),
-        (lambda m: m.update(inputs=[7]), "is damaged"),
     ],
 )
 def test_a_dataset_with_a_strange_manifest_is_refused(dataset, change, message):
@@ -406,26 +326,13 @@ def test_a_dataset_with_a_strange_manifest_is_refused(dataset, change, message):
         read_manifest(dataset)
 
 
-SPOILT = ["manifest.json", "train-00000.bin", "train-00000.idx", "val-00000.bin", "tokenizer.json"]
-
-
-@pytest.mark.parametrize(("name", "replace"), zip(SPOILT, NO_FILES[:5], strict=True))
+@pytest.mark.parametrize(
+    ("name", "replace"), [("manifest.json", link), ("train-00000.idx", pipe), ("train-00000.bin", folder)]
+)
 def test_what_is_no_file_in_a_dataset_is_refused(dataset, tiny, name, replace):
     replace(dataset / name)
     with refused(name):
         fit(tiny({"dataset_dir": str(dataset)}))
-    if "tokenizer" not in name:
-        with refused(name):
-            read_manifest(dataset)
-
-
-def test_an_index_that_becomes_a_link_is_not_followed(dataset):
-    manifest = read_manifest(dataset)
-    link(dataset / "train-00000.idx")
-    with refused("is a link"):
-        read_index(dataset, manifest, manifest.splits["train"].shards[0])
-    with refused("is a link"):
-        next(documents_in(dataset, manifest, "train", 0, 1))
 
 
 # ----- checkpoints
@@ -503,11 +410,8 @@ def test_a_pickle_in_any_place_is_not_run(checkpoint, uses, tmp_path, name):
         assert refused_ == ["train"]
     elif name in FILES:
         assert len(refused_) >= 2
-
-
-def test_the_pickle_would_have_run(tmp_path):
-    pickle.loads(pickle.dumps(Payload(tmp_path / "marker")))
-    assert (tmp_path / "marker").is_dir()
+    pickle.loads(pickle.dumps(Payload(marker)))
+    assert marker.is_dir(), "it would have run"
 
 
 @pytest.mark.parametrize(("name", "replace"), zip([*FILES, "manifest.json"], NO_FILES, strict=True))
@@ -517,14 +421,7 @@ def test_what_is_no_file_in_a_checkpoint_is_refused(checkpoint, uses, name, repl
 
 
 @pytest.mark.parametrize("replace", [link, dangling, pipe, folder])
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("config.json", "metrics.jsonl", "loss.png", "checkpoints/latest", "checkpoints/best"),
-        *("config.json.tmp", "metrics.jsonl.tmp", "loss.png.tmp", "checkpoints/latest.tmp"),
-        "checkpoints/step-00000004.tmp",
-    ],
-)
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "checkpoints/latest.tmp"])
 @pytest.mark.slow
 def test_what_is_no_file_elsewhere_in_a_run_is_never_followed(config, checkpoint, name, replace):
     """Training continues beside it, or names the obstacle; the target of a link is never written to."""
@@ -538,63 +435,33 @@ def test_what_is_no_file_elsewhere_in_a_run_is_never_followed(config, checkpoint
     assert not path.with_name("nowhere").exists()
 
 
-@pytest.mark.parametrize("value", [float("nan"), 1e38])
-def test_weights_that_are_no_numbers_break_nothing(checkpoint, uses, value):
-    change_tensors(checkpoint / "model.safetensors", lambda tensors: [w.fill_(value) for w in tensors.values()])
-    sign(checkpoint)
-    refusals(uses)
+HOME = "${oc.env:HOME}"
+STRANGE_JSON = {
+    "a file above": ("manifest.json", lambda m: m["sha256"].update({"../../x": "0" * 64})),
+    "a file without a sum": ("manifest.json", lambda m: m["sha256"].pop("state.json")),
+    "a long version": ("manifest.json", lambda m: m.update(format_version="\x1b[2J\n" * 10**5)),
+    "4 MB": ("manifest.json", lambda m: m.update(x="x" * 2**22)),
+    "4 MB of state": ("state.json", lambda s: s.update(x="x" * 2**22)),
+    "another version": ("state.json", lambda s: s.update(format_version=99)),
+    "a target": ("state.json", lambda s: s["model"].update(_target_="os.system")),
+    "a huge model": ("state.json", lambda s: s["model"].update(n_embd=2**17)),
+    "an id above": ("state.json", lambda s: s.update(run_id="../../x")),
+    "an interpolation": ("state.json", lambda s: s["model"]["attention"].update(name=HOME)),
+}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda m: m["sha256"].update({"../../x": "0" * 64}),
-        lambda m: m["sha256"].update({"../" + name: m["sha256"].pop(name) for name in list(m["sha256"])}),
-        lambda m: m["sha256"].pop("state.json"),
-        lambda m: m.update(format_version="\x1b[2J\n" * 10**5),
-    ],
-)
-def test_a_checkpoint_with_a_strange_manifest_is_refused(checkpoint, uses, change):
-    edit(checkpoint / "manifest.json", change)
-    assert refusals(uses) == list(uses)
-
-
-@pytest.mark.parametrize("name", ["state.json", "manifest.json"])
-def test_json_of_a_checkpoint_that_is_too_large_is_refused(checkpoint, name):
-    (checkpoint / name).write_text('{"x": "' + "x" * 2**22 + '"}')
-    if name != "manifest.json":
+@pytest.mark.parametrize(("file", "change"), STRANGE_JSON.values(), ids=STRANGE_JSON)
+def test_a_checkpoint_with_strange_json_is_refused(checkpoint, uses, file, change):
+    edit(checkpoint / file, change)
+    if file != "manifest.json":
         sign(checkpoint)
-    with refused(rf"{name} is larger than"):
-        load_model(checkpoint)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda s: s.update(format_version=99),
-        lambda s: s.update({"\x1b[2J\n": 1}),
-        lambda s: s["model"].update(_target_="os.system"),
-        lambda s: s["model"].update(n_layer=64),
-        lambda s: s["model"].update(n_embd=2**17),
-        lambda s: s["model"]["attention"].update(name="${oc.env:HOME}"),
-        lambda s: s["model"].update(position={"name": "learned", "max_len": 10**18}),
-        lambda s: s.update(run_id="../../x"),
-        lambda s: s.update(step=-1),
-        lambda s: s.update(seq_len=0),
-        lambda s: s.update(seed="x" * 10**6),
-    ],
-)
-def test_a_checkpoint_with_a_strange_state_is_refused(checkpoint, uses, change):
-    edit(checkpoint / "state.json", change)
-    sign(checkpoint)
     assert refusals(uses) == list(uses)
 
 
-@pytest.mark.parametrize(
-    "named",
-    ["${oc.env:HOME}", "/dev/zero", "../../x", "\0", "\x1b[2J\nx", "/" + "x/" * 5000, "x" * 10**6],
-    ids=["interpolation", "device", "above", "zero byte", "escapes", "deep", "long"],
-)
+NAMED = [HOME, "/dev/zero", "\0", "\x1b[2J\nx", "x" * 10**6]
+
+
+@pytest.mark.parametrize("named", NAMED, ids=["interpolation", "device", "zero byte", "escapes", "long"])
 def test_a_dataset_that_a_state_names_is_looked_for_and_no_more(checkpoint, uses, named, capsys):
     edit(checkpoint / "state.json", lambda s: s.update(dataset_dir=named))
     sign(checkpoint)
@@ -604,75 +471,54 @@ def test_a_dataset_that_a_state_names_is_looked_for_and_no_more(checkpoint, uses
     assert "\x1b[2J" not in said.out + said.err
 
 
-def test_a_window_that_no_model_was_trained_with_takes_no_memory(checkpoint, uses):
-    """seq_len is the length of eval.py's windows."""
-    edit(checkpoint / "state.json", lambda s: s.update(seq_len=10**9))
-    sign(checkpoint)
-    assert "train" in refusals(uses)
+STRANGE_TENSORS = {
+    "missing": lambda t, name: t.pop(name),
+    "unknown": lambda t, name: t.update({"x\x1b[2J\n": torch.zeros(3)}),
+    "has the shape": lambda t, name: t.update({name: t[name][None]}),
+    "has the type": lambda t, name: t.update({name: torch.zeros(t[name].shape, dtype=torch.int16)}),
+}
 
 
 def change_tensors(path, change):
     tensors = {name: value.clone() for name, value in load_file(path).items()}
-    change(tensors)
+    change(tensors, sorted(tensors)[0])
     save_file(tensors, path)
 
 
 @pytest.mark.parametrize("file", TENSORS)
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t, name: t.pop(name), "missing"),
-        (lambda t, name: t.update({"x\x1b[2J\n": torch.zeros(3)}), "unknown"),
-        (lambda t, name: t.update({name: t[name][None]}), "has the shape"),
-        (lambda t, name: t.update({name: torch.zeros(t[name].shape, dtype=torch.int16)}), "has the type"),
-    ],
-)
-def test_a_checkpoint_with_strange_tensors_is_refused(checkpoint, uses, file, change, message):
-    change_tensors(checkpoint / file, lambda tensors: change(tensors, sorted(tensors)[0]))
+@pytest.mark.parametrize("message", STRANGE_TENSORS)
+def test_a_checkpoint_with_strange_tensors_is_refused(checkpoint, uses, file, message):
+    change_tensors(checkpoint / file, STRANGE_TENSORS[message])
     sign(checkpoint)
     assert refusals(uses) == (list(uses) if file == "model.safetensors" else ["train"])
     with refused(rf"{file} .*{message}"):
         (uses["train"])()
 
 
-def test_a_generators_state_that_is_none_breaks_nothing(checkpoint, uses):
-    """Bytes of the right number and type, which torch may still not take."""
-    change_tensors(checkpoint / "random.safetensors", lambda t: [value.fill_(255) for value in t.values()])
+@pytest.mark.parametrize("value", [float("nan"), 1e38])
+def test_weights_that_are_no_numbers_break_nothing(checkpoint, uses, value):
+    change_tensors(checkpoint / "model.safetensors", lambda tensors, _: [w.fill_(value) for w in tensors.values()])
     sign(checkpoint)
-    assert refusals(uses) in ([], ["train"])
+    refusals(uses)
 
 
-@pytest.mark.parametrize("n_vocab", [10, 256, 300])
-def test_a_model_of_other_tokens_than_its_tokenizer_is_refused(checkpoint, uses, n_vocab):
-    """The tokenizer has ids that the model lacks; the reverse is harmless."""
-    edit(checkpoint / "state.json", lambda s: s["model"].update(n_vocab=n_vocab))
-
-    def resize(tensors):
-        tensors["embed.weight"] = torch.zeros(n_vocab, tensors["embed.weight"].shape[1])
-
-    change_tensors(checkpoint / "model.safetensors", resize)
+def test_a_model_of_fewer_tokens_than_its_tokenizer_is_refused(checkpoint, uses):
+    edit(checkpoint / "state.json", lambda s: s["model"].update(n_vocab=256))
+    cut = lambda tensors, _: tensors.update({"embed.weight": tensors["embed.weight"][:256].clone()})  # noqa: E731
+    change_tensors(checkpoint / "model.safetensors", cut)
     sign(checkpoint)
-    assert set(refusals(uses)) >= ({"train", "sample", "eval"} if n_vocab < 257 else {"train"})
+    assert refusals(uses) == list(uses)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        *(b"../../x", b"/etc/passwd", b"step-00000002/../../x", b"\xff\0", b"", b"hello", b"\x1b[2J"),
-        b"step-" + b"1" * 10**6,
-    ],
-)
+@pytest.mark.parametrize("content", [b"/etc/passwd", b"step-00000002/../../x", b"\xff\0", b"step-" + b"1" * 10**6])
 def test_a_pointer_that_leads_elsewhere_is_refused(checkpoint, content):
     (checkpoint.parent / "latest").write_bytes(content)
     with refused("does not name a checkpoint"):
         open_checkpoint(checkpoint.parent / "latest")
 
 
-def test_the_folder_of_checkpoints_is_the_run(checkpoint):
-    assert open_checkpoint(checkpoint.parent).path == open_checkpoint(checkpoint.parents[1]).path == checkpoint
-
-
 def test_what_is_no_checkpoint_is_named(checkpoint, dataset_dir, tmp_path):
+    assert open_checkpoint(checkpoint.parent).path == open_checkpoint(checkpoint.parents[1]).path == checkpoint
     with refused("is a dataset: give the directory of a run"):
         open_checkpoint(dataset_dir)
     with refused(r"holds no checkpoint itself: give a run in it, such as .*/run$"):

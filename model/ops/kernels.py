@@ -59,7 +59,9 @@ def plain_torch() -> Iterator[None]:
 
 
 @assume_constant_result
-def why_not_triton(device: str, index: int | None, *_: Any) -> str | None:
+def why_not_triton(
+    device: str, index: int | None, dtype: torch.dtype | None = None, *_: Any
+) -> str | None:
     """Return why no Triton kernel can run on a device, or None if they can."""
     if find_spec("triton") is None:
         return "needs the package triton, which is not installed: pip install triton"
@@ -73,6 +75,8 @@ def why_not_triton(device: str, index: int | None, *_: Any) -> str | None:
     gpu = torch.cuda.get_device_properties(index)
     if gpu.major < 8:
         return f"needs a GPU of compute capability 8.0, and {gpu.name} has {gpu.major}.{gpu.minor}"
+    if dtype == torch.float64:  # one kernel would compile for half a minute
+        return "needs a smaller type than float64"
     return None
 
 

@@ -1,26 +1,17 @@
-"""What tests of operators share: marks of kernels, and a result compared together with its gradients."""
+"""What tests of operators share: where kernels run, and a result compared together with its gradients."""
 
 import pytest
-import simulated_gpu
 import torch
 
 from model.attention.longformer import LongformerAttention
 from model.ops.log_attention.exact import _counters
 
-KERNEL = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(simulated_gpu.ASKED_FOR, reason="Triton's interpreter does not take its tensors"),
-]
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs have no kernels for float64")
+"""For kernels in float64, which run in Triton's interpreter alone."""
 
 FAST_SLOW = ["chunked", pytest.param("triton", marks=pytest.mark.slow)]  # triton's interpreter takes seconds
 FORMS_SLOW = [("chunked", True), ("chunked", False), pytest.param("triton", True, marks=pytest.mark.slow)]
 """Backend and whether attention is causal."""
-
-
-def of_kernel(test):
-    for mark in KERNEL:
-        test = mark(test)
-    return test
 
 
 def tiles():

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from gradients import KERNEL, assert_all_close, of_kernel
+from gradients import INTERPRETED, assert_all_close
 from made_on import suspended
 from test_log_attention import allocations
 from torch.nn.functional import cross_entropy
@@ -18,10 +18,13 @@ from model.ops.checks import Wrong
 from model.ops.linear_cross_entropy import check, summed_loss, token_losses
 from model.ops.linear_cross_entropy import triton as kernel
 
-OTHERS = [torch.float16, torch.float32, torch.float64]
+OTHERS = [
+    *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float16, torch.float32)),
+    pytest.param(torch.float64, marks=[INTERPRETED, pytest.mark.slow]),
+]
 by_kernel = partial(summed_loss, backend="triton")
 on_both = pytest.mark.parametrize(
-    "loss_of", [summed_loss, pytest.param(by_kernel, marks=KERNEL)], ids=["torch", "kernel"]
+    "loss_of", [summed_loss, pytest.param(by_kernel, marks=pytest.mark.gpu)], ids=["torch", "kernel"]
 )
 
 
@@ -53,7 +56,7 @@ def at_once(monkeypatch, device):
         *((summed_loss, 70, 11, 11 * tokens) for tokens in (1, 3, 70, 1000)),
         # Vocabularies below, at and beyond a multiple of 64, and beyond a block; the last part is not full.
         *(
-            pytest.param(by_kernel, N, V, tokens * (V + -V % 64), marks=KERNEL)
+            pytest.param(by_kernel, N, V, tokens * (V + -V % 64), marks=INTERPRETED)
             for N, V, tokens in [(20, 11, 1), (20, 64, 6), (1, 1, 5), (5, 300, 3), (3, 4160, 9)]
         ),
     ],
@@ -84,18 +87,18 @@ def test_losses_of_tokens_equal_the_definition_with_gradients_for_any_weights(at
 
 @on_both
 def test_only_one_gradient_may_be_wanted(loss_of):
-    x, weight, targets = inputs()
+    x, weight, targets = inputs(dtype=torch.float32)
     loss = loss_of(x, weight.detach(), targets)
     with torch.no_grad():
         assert torch.equal(loss_of(x, weight, targets), loss)
     got, wanted = (torch.autograd.grad(y, x)[0] for y in (loss, truth(x, weight, targets).sum()))
-    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)  # sums of 11 numbers of about 1
 
 
 @on_both
 @pytest.mark.parametrize("N", [0, 20])
 def test_nothing_counted_is_zero(loss_of, N):
-    x, weight, targets = inputs()
+    x, weight, targets = inputs(dtype=torch.float32)
     loss = loss_of(x[:N], weight, torch.full_like(targets, -100)[:N])
     assert loss == 0
     assert all((g == 0).all() for g in torch.autograd.grad(loss, (x, weight)))
@@ -118,32 +121,32 @@ def test_any_negative_target_is_not_counted():
     assert torch.equal(summed_loss(x, weight, others), summed_loss(x, weight, targets))
 
 
-@of_kernel
+@pytest.mark.gpu
 def test_targets_may_be_a_column_of_a_table():
-    x, weight, targets = inputs()
+    x, weight, targets = inputs(dtype=torch.float32)
     table = torch.stack([targets, targets.new_zeros(len(targets))], 1)
     assert torch.equal(by_kernel(x, weight, table[:, 0]), by_kernel(x, weight, targets))
 
 
-@of_kernel
+@pytest.mark.gpu
 def test_a_token_that_is_not_counted_cannot_spoil_the_others():
-    x, weight, targets = inputs()
+    x, weight, targets = inputs(dtype=torch.float32)
     with torch.no_grad():
         x[0] = torch.nan
     assert targets[0] < 0
     assert torch.equal(by_kernel(x, weight, targets), by_kernel(x.nan_to_num(), weight, targets))
 
 
-@of_kernel
+@pytest.mark.gpu
 @pytest.mark.parametrize("spoil", ["nan", "target"])
 def test_what_cannot_be_computed_is_nan(spoil):
-    x, weight, targets = inputs()
+    x, weight, targets = inputs(dtype=torch.float32)
     with torch.no_grad():
         (x if spoil == "nan" else targets)[3] = torch.nan if spoil == "nan" else 11
     assert by_kernel(x, weight, targets).isnan()
 
 
-@of_kernel
+@pytest.mark.gpu
 def test_logits_may_have_any_size():
     """An infinite weight of another token gives infinity or NaN, a token that is sure a loss of 0."""
     x, weight = torch.eye(3).mul(1e4), torch.eye(3)
@@ -188,22 +191,22 @@ def test_the_loss_holds_no_more_than_some_logits(at_once):
     assert largest <= 1100 * 20 * 8
 
 
-@of_kernel
+@pytest.mark.gpu
 @pytest.mark.usefixtures("restored_torch")
 def test_every_element_of_a_result_is_written():
     torch.use_deterministic_algorithms(True)  # empty memory is now filled with NaN
-    x, weight, targets = inputs()
+    x, weight, targets = inputs(dtype=torch.float32)
     loss = by_kernel(x, weight, targets)
     assert all(y.isfinite().all() for y in (loss, *torch.autograd.grad(loss, (x, weight))))
 
 
-@of_kernel
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)], ids=str)
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *OTHERS], ids=str)
 def test_the_kernel_passes_its_check(device, dtype):
     check(device.type, str(dtype).removeprefix("torch."))
 
 
-@of_kernel
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("losses", "gradient", "message"),
     [(1e-3, 0.0, "the loss is off by"), (0.0, 1e-4, "the gradient of x is off by")],
@@ -221,10 +224,10 @@ def test_a_fault_does_not_pass_the_check(monkeypatch, device, losses, gradient, 
         check(device.type, "float32")
 
 
-@of_kernel
+@pytest.mark.gpu
 @pytest.mark.slow
 def test_the_kernel_compiles_without_a_graph_break():
-    x, weight, targets = inputs()
+    x, weight, targets = inputs(dtype=torch.float32)
     compiled = torch.compile(by_kernel, fullgraph=True, backend="aot_eager")
     with suspended():
         results = [f(x, weight, targets, 2.0) for f in (by_kernel, compiled)]
@@ -235,7 +238,7 @@ def test_the_kernel_compiles_without_a_graph_break():
 
 @pytest.mark.parametrize(
     ("cap", "backend"),
-    [(None, "chunked"), (3.0, "chunked"), pytest.param(3.0, "triton", marks=[*KERNEL, pytest.mark.slow])],
+    [(None, "chunked"), (3.0, "chunked"), pytest.param(3.0, "triton", marks=pytest.mark.slow)],
 )
 def test_the_loss_keeps_the_promises_that_torch_asks_of_an_operator(cap, backend):
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")  # the fourth goes back twice

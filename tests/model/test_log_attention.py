@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gradients import FAST_SLOW, FORMS_SLOW, assert_all_close, tiles
+from gradients import FAST_SLOW, FORMS_SLOW, INTERPRETED, assert_all_close, tiles
 from safetensors.torch import load_file
 from torch.profiler import ProfilerActivity, profile
 
@@ -48,9 +48,9 @@ def results_and_gradients(attend, leaves, **options):
     ("backend", "form", "scale"),
     [
         *itertools.product(["naive", "chunked"], ["causal", "full"], [1, 5, 20, 80, 200]),
-        ("triton", "causal", 1),
-        pytest.param("triton", "causal", 80, marks=pytest.mark.slow),
-        pytest.param("triton", "causal", 200, marks=pytest.mark.slow),
+        pytest.param("triton", "causal", 1, marks=INTERPRETED),
+        pytest.param("triton", "causal", 80, marks=[INTERPRETED, pytest.mark.slow]),
+        pytest.param("triton", "causal", 200, marks=[INTERPRETED, pytest.mark.slow]),
     ],
 )
 def test_log_attention_gives_the_published_numbers(backend, form, scale, device):
@@ -70,8 +70,9 @@ def test_log_attention_gives_the_published_numbers(backend, form, scale, device)
         *(("chunked", T, T, form) for T in (1, 2, 63, 64, 65, 130) for form in ("causal", "gates")),
         ("chunked", 4097, 4097, "causal"),
         *(("chunked", T, S, "full") for T, S in [(1, 1), (1, 63), (130, 7), (63, 1000), (65, 65)]),
-        ("triton", 65, 65, "gates"),
-        *(pytest.param("triton", T, T, form, marks=pytest.mark.slow) for T, form in [(1, "gates"), (130, "causal")]),
+        pytest.param("triton", 65, 65, "gates", marks=INTERPRETED),
+        pytest.param("triton", 1, 1, "gates", marks=[INTERPRETED, pytest.mark.slow]),
+        pytest.param("triton", 130, 130, "causal", marks=[INTERPRETED, pytest.mark.slow]),
     ],
 )
 def test_log_attention_equals_the_definition_with_state_and_all_gradients(backend, T, S, form):
@@ -92,8 +93,14 @@ def test_heads_may_have_any_size(backend, d_k, d_v):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        *itertools.product(BACKENDS, [torch.float16, torch.bfloat16, torch.float32]),
+        *itertools.product(["naive", "chunked"], [torch.float64]),
+        pytest.param("triton", torch.float64, marks=INTERPRETED),
+    ],
+)
 def test_results_and_gradients_have_the_types_of_inputs_and_a_state_is_at_least_float32(backend, dtype):
     """Inputs are parts of one projection, in which heads lie side by side."""
     projection = torch.cat([x.detach() for x in inputs(20, B=1, H=2)[:3]], -1).transpose(1, 2).to(dtype).contiguous()
@@ -114,7 +121,8 @@ def test_results_and_gradients_have_the_types_of_inputs_and_a_state_is_at_least_
 @pytest.mark.parametrize(("backend", "causal"), FORMS_SLOW)
 @pytest.mark.usefixtures("restored_torch")
 def test_every_element_of_a_result_is_written(backend, causal):
-    leaves = inputs(70, d_k=20, d_v=70, B=1, H=1)  # sizes that fill no block
+    sizes = inputs(70, d_k=20, d_v=70, B=1, H=1)  # that fill no block
+    leaves = [x.detach().float().requires_grad_() for x in sizes]
     wanted = results_and_gradients(log_attention, leaves, causal=causal, backend=backend)
     torch.use_deterministic_algorithms(True)  # empty memory is now filled with NaN
     got = results_and_gradients(log_attention, leaves, causal=causal, backend=backend)
@@ -139,7 +147,7 @@ def test_a_token_changes_no_bit_of_what_came_before_it(backend, dtype):
 
 @pytest.mark.gpu
 def test_triton_returns_what_the_next_projection_takes_as_it_is():
-    log_y = log_attention(*inputs(3)[:3], backend="triton")
+    log_y = log_attention(*(x.float() for x in inputs(3)[:3]), backend="triton")
     assert log_y.transpose(1, 2).is_contiguous()  # (B, T, H, d_v)
 
 

@@ -12,7 +12,6 @@ from model.ops.log_attention import LogAttentionState, log_attention
 from model.ops.log_attention.exponentials import CERTAIN
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-TYPES = [*DTYPES, torch.float64, torch.float32]  # these are drawn more often
 # A sum may be off by so many units in the last place of its size: three exponents and their frames are rounded, and so
 # are products of three factors, sums over features, a chunk and all chunks, and the logarithm. Observed: a fifth of it.
 ROUNDINGS = 16
@@ -23,7 +22,7 @@ EXTREMES = [*LOWEST, 0, 700, 3e4, 1.1e6, 2e6, 1e9, 1e13, 1e30]
 class Case:
     """One random call, which may be causal; `largest` bounds B H T d_k d_v, `longest` B H T and B H S."""
 
-    def __init__(self, seed, largest, longest=1000, gates=False, causal=False, dtype=None, layout=None, structure=None):
+    def __init__(self, seed, structure, dtype, layout, gates, causal, largest, longest):
         self.rng = rng = random.Random(seed)
         torch.manual_seed(seed)
         while True:
@@ -34,15 +33,15 @@ class Case:
             S = T if self.causal else rng.choice([T, rng.randint(1, 200)])
             if B * H * max(T, S) * d_k * d_v <= largest and B * H * max(T, S) <= longest:
                 break
-        self.dtype = dtype or rng.choice(TYPES)
+        self.dtype = dtype
         shapes = [(B, H, T, d_k), (B, H, S, d_k), (B, H, S, d_v)]
         tensors = [torch.randn(shape, dtype=torch.float64) * 10 ** rng.uniform(-3, 4) for shape in shapes]
-        self.structures = rng.choices(list(STRUCTURES), k=rng.choice([0, 1, 1, 2, 3])) + [structure] * bool(structure)
+        self.structures = [*rng.choices(list(STRUCTURES), k=rng.choice([0, 0, 1, 2])), structure]
         for name in self.structures:
             STRUCTURES[name](rng, *tensors)
         largest_number = torch.finfo(self.dtype).max / 4
         tensors = [x.clamp(max=largest_number).to(self.dtype) for x in tensors]  # large masks of float16 become -inf
-        self.layout = layout or rng.choice(list(LAYOUTS))
+        self.layout = layout
         self.q, self.k, self.log_v = (x.requires_grad_() for x in LAYOUTS[self.layout](tensors))
         acc = torch.promote_types(self.dtype, torch.float32)
         self.state = None
@@ -73,18 +72,12 @@ class Case:
         return f"{sizes}, {given}, {self.layout}, {self.structures}"
 
 
-GATES = [0.0, -1e-6, -0.01, -0.3, -1.0, -8.0, -30.0, -1e4, -torch.inf]
-
-
 def _gates(rng, shape):
-    """Gates of one kind, as a model has them, or of all kinds side by side, and some resets."""
+    """Gates as a model has them, some of other sizes, and some resets."""
     log_f = torch.nn.functional.logsigmoid(rng.uniform(-2, 6) + torch.randn(shape, dtype=torch.float64))
-    kind = rng.choice(["learned", "mixed", "one"])
-    if kind == "mixed":
-        log_f = torch.tensor(rng.choices(GATES, k=log_f.numel()), dtype=torch.float64).view(shape)
-    if kind == "one":
-        log_f = torch.full(shape, rng.choice(GATES), dtype=torch.float64)
-    for _ in range(rng.choice([0, 0, 1, 3])):  # resets
+    others = torch.tensor(rng.choices([0.0, -1e-6, -0.3, -8.0, -30.0, -1e4], k=log_f.numel())).view(shape)
+    log_f = torch.where(torch.rand(shape) < rng.choice([0, 0.1, 1]), others, log_f)
+    for _ in range(rng.choice([0, 0, 1, 3])):
         log_f[:, rng.randrange(shape[1]), rng.randrange(shape[2])] = -torch.inf
     return log_f
 
@@ -122,20 +115,12 @@ def _masked_pieces(rng, q, k, log_v):
                 x[:, :, tokens, feature] = rng.choice([-torch.inf, *LOWEST, -90])
 
 
-def _masked_prefix(rng, q, k, log_v):
-    k[:, :, : rng.randint(1, k.shape[2])] = rng.choice([-torch.inf, -1e9, -1e30])
-
-
 STRUCTURES = {
     "constant": _set(lambda rng: rng.uniform(-100, 100), 0, 1, 2),
     "spike": _spike,
-    "spikes": lambda *x: [_spike(*x) for _ in range(3)],
-    "masked prefix": _masked_prefix,
     "masked pieces": _masked_pieces,
-    "masked keys": _set(lambda rng: -torch.inf, 1),
     "values of zero": _set(lambda rng: -torch.inf, 2),
     "extreme": _set(lambda rng: rng.choice(EXTREMES), 0, 1, 2),
-    "extremes": lambda *x: [STRUCTURES["extreme"](*x) for _ in range(4)],
     "below": _below,
     "NaN": _set(lambda rng: torch.nan, 0, 1, 2),
 }
@@ -177,8 +162,10 @@ def assert_within(name, got, truth, unit, dtype, operand_eps, case, lost=0.0):
         )
 
 
-def check(seed, backend, largest, longest=1000, gates=False, **given):
-    case = Case(seed, largest, longest, gates, causal=backend == "triton", **given)
+def check(seed, backend, structure, largest=2**16, longest=300):
+    """Compare a call with the definition. Seeds that follow each other have all types and layouts, and gates."""
+    dtype, layout = DTYPES[seed % 4], list(LAYOUTS)[seed % 5]
+    case = Case(seed, structure, dtype, layout, seed % 3 == 0, backend == "triton", largest, longest)
     if backend == "naive" and case.log_f is not None:
         case.token_by_token = torch.finfo(torch.promote_types(case.dtype, torch.float32)).eps
     truth = case.definition.forward()
@@ -193,14 +180,6 @@ def check(seed, backend, largest, longest=1000, gates=False, **given):
     assert [x.dtype for x in outputs] == [case.dtype, acc, acc]
     for name, got, wanted, unit in zip(("log_y", "log_s", "log_z"), outputs, *truth, strict=True):
         assert_within(name, got.detach(), wanted, unit, case.dtype, operand_eps, case)
-
-    if case.causal and case.state is None:  # a mean of the values so far, also where rounding leaves nothing else known
-        v = case.log_v.detach().double()
-        slack = 4 * torch.finfo(log_y.dtype).eps * v.abs().nan_to_num(0, 0, 0).amax()
-        slack = slack + operand_eps + ROUNDINGS * torch.finfo(acc).eps * truth.units[0]
-        known = ~truth.values[0].isnan()
-        assert (log_y <= v.cummax(2).values + slack)[known].all(), f"{case}: above all values"
-        assert (log_y >= v.cummin(2).values - slack)[known].all(), f"{case}: below all values"
 
     generator = torch.Generator().manual_seed(seed)
     gs = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in outputs]
@@ -238,10 +217,6 @@ def check(seed, backend, largest, longest=1000, gates=False, **given):
             assert_within(f"{name} in pieces", x, value, 2 * unit, case.dtype, 2 * operand_eps, case)
 
 
-SMALL = {"naive": (2**16, 300), "chunked": (2**16, 300), "triton": (2**12, 70)}  # triton's interpreter is slow
-LARGE = {"naive": (2**20, 1000), "chunked": (2**20, 1000), "triton": (2**12, 130)}
-
-
 @pytest.fixture(autouse=True)
 def maxima_of_gpus(monkeypatch):
     """Maxima and minima in Triton's interpreter ignore NaN unless told otherwise, as GPUs do; numpy's do not."""
@@ -251,41 +226,21 @@ def maxima_of_gpus(monkeypatch):
     monkeypatch.setattr(InterpreterBuilder, "create_minnumf", lambda self, a, b: self.binary_op(a, b, np.fmin))
 
 
-@pytest.mark.parametrize("gates", [False, True], ids=["", "gates"])
-@pytest.mark.parametrize(("backend", "seeds"), [("naive", range(5)), ("chunked", range(10)), ("triton", range(1))])
-def test_any_input_gives_the_definitions_numbers(backend, seeds, gates):
-    for seed in seeds:
-        check(seed, backend, *SMALL[backend], gates=gates)
-
-
 @pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize(("backend", "n"), [("chunked", 5), pytest.param("triton", 1, marks=pytest.mark.slow)])
-def test_every_structure_type_and_layout_gives_the_definitions_numbers(backend, n, structure):
-    """Each structure in n calls, and all types and layouts in any five structures or calls that follow each other."""
-    start = list(STRUCTURES).index(structure)
-    for i in range(start, start + n):
-        given = {"dtype": DTYPES[i % 4], "layout": list(LAYOUTS)[i % 5], "structure": structure}
-        check(i, backend, *SMALL[backend], gates=i % 3 == 0, **given)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("seed", "gates"), [(18, True), (0, False), (0, True)])
-def test_any_input_gives_the_definitions_numbers_in_segments(monkeypatch, seed, gates):
-    """Of up to 200 tokens, with seeds that take more than 64."""
-    monkeypatch.setattr("model.ops.log_attention.triton.fastest_segments", lambda *_: 3)
-    check(seed, "triton", 2**13, 200, gates=gates)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gates", [False, True], ids=["", "gates"])
 @pytest.mark.parametrize(
-    ("backend", "seeds"),
-    [
-        *(("chunked", range(start, start + 25)) for start in range(1000, 1050, 25)),
-        ("naive", range(1000, 1010)),
-        ("triton", range(1000, 1003)),
-    ],
+    ("backend", "n"), [("naive", 2), ("chunked", 10), pytest.param("chunked", 30, marks=pytest.mark.slow)]
 )
-def test_many_inputs_give_the_definitions_numbers(backend, seeds, gates):
-    for seed in seeds:
-        check(seed, backend, *LARGE[backend], gates=gates)
+def test_every_structure_gives_the_definitions_numbers(backend, n, structure):
+    start = 7 * list(STRUCTURES).index(structure)
+    for seed in range(start, start + n):
+        check(seed, backend, structure)
+
+
+@pytest.mark.parametrize(
+    ("structure", "segments"),
+    [("masked pieces", 1)] + [pytest.param(name, n, marks=pytest.mark.slow) for n in (1, 3) for name in STRUCTURES],
+)
+def test_every_structure_gives_the_definitions_numbers_by_the_kernels(monkeypatch, structure, segments):
+    """Triton's interpreter is slow."""
+    monkeypatch.setattr("model.ops.log_attention.triton.fastest_segments", lambda *_: segments)
+    check(3 * list(STRUCTURES).index(structure) + segments, "triton", structure, 2**12, 70 if segments == 1 else 200)

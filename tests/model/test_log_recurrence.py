@@ -5,14 +5,17 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from gradients import KERNEL, assert_all_close, of_kernel
+from gradients import INTERPRETED, assert_all_close
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model.ops.checks import Wrong
 from model.ops.log_recurrence import _recur, check, chunked, log_recurrence, naive_log_recurrence
 from model.ops.log_recurrence import triton as kernels
 
-OTHERS = [torch.float16, torch.float32, torch.float64]
+OTHERS = [
+    *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float16, torch.float32)),
+    pytest.param(torch.float64, marks=[INTERPRETED, pytest.mark.slow]),
+]
 by_kernel = partial(log_recurrence, backend="triton")
 
 
@@ -37,7 +40,7 @@ def quick_scan(monkeypatch):
     monkeypatch.setattr(ScanOps, "generic_scan", scan)
 
 
-@pytest.fixture(params=["auto", pytest.param("triton", marks=KERNEL)])
+@pytest.fixture(params=["auto", pytest.param("triton", marks=INTERPRETED)])
 def recurrence(request):
     """log_recurrence as models call it, and by its kernels."""
     if request.param == "triton":
@@ -93,7 +96,6 @@ def test_the_recurrence_starts_from_zero(recurrence):
     torch.testing.assert_close(recurrence(log_p, h)[0], torch.logaddexp(log_p, h))
 
 
-@of_kernel
 def test_extreme_numbers_give_the_definitions_results(quick_scan):
     """Of terms up to e^3000 only one counts. Numbers of 3000 are rounded by 2.3e-13, and gradients by some of these."""
     leaves = inputs(40)
@@ -105,9 +107,9 @@ def test_extreme_numbers_give_the_definitions_results(quick_scan):
     assert_all_close(results(by_kernel, leaves), results(naive_log_recurrence, leaves), tolerance=1e-11)
 
 
-@of_kernel
+@pytest.mark.gpu
 def test_a_number_that_is_nan_is_never_lost(quick_scan):
-    log_p, h, _ = (x.detach() for x in inputs(70))
+    log_p, h, _ = (x.detach() for x in inputs(70, dtype=torch.float32))
     h[0, 3, 1] = torch.nan
     s, _ = by_kernel(log_p, h)
     assert s[0, 3:, 1].isnan().all()
@@ -126,9 +128,9 @@ def test_pieces_with_the_state_carried_equal_one_call(recurrence, size):
     torch.testing.assert_close([torch.cat(pieces, 1), state], [whole, last], rtol=0, atol=1e-13)
 
 
-@of_kernel
+@pytest.mark.gpu
 def test_kernels_take_views_of_any_strides(quick_scan):
-    log_p, h, _ = (x.detach() for x in inputs(33, 4))
+    log_p, h, _ = (x.detach() for x in inputs(33, 4, torch.float32))
     wanted, _ = by_kernel(log_p, h)
     p, x = torch.stack([log_p, h], 2).flatten(2).chunk(2, dim=-1)  # as the model has them
     assert p.stride() == (33 * 8, 8, 1)
@@ -137,7 +139,9 @@ def test_kernels_take_views_of_any_strides(quick_scan):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recur", "T"), [(log_recurrence, 2**14), pytest.param(by_kernel, 1000, marks=KERNEL)])
+@pytest.mark.parametrize(
+    ("recur", "T"), [(log_recurrence, 2**14), pytest.param(by_kernel, 1000, marks=pytest.mark.gpu)]
+)
 def test_little_forgotten_in_many_tokens_keeps_float32s_digits(quick_scan, recur, T):
     """Errors of the tokens do not add up: about 1e-7 times |s| < 10, and not T times as much."""
     leaves = inputs(T, 2, torch.float32)
@@ -148,20 +152,19 @@ def test_little_forgotten_in_many_tokens_keeps_float32s_digits(quick_scan, recur
         assert (found - wanted).abs().max() <= 8 * 10 * torch.finfo(torch.float32).eps * wanted.abs().max().clamp(min=1)
 
 
-@of_kernel
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)], ids=str)
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *OTHERS], ids=str)
 def test_kernels_pass_their_check(quick_scan, device, dtype):
     check(device.type, str(dtype).removeprefix("torch."))
 
 
-@of_kernel
+@pytest.mark.gpu
 def test_a_fault_does_not_pass_the_check(quick_scan, device, monkeypatch):
     monkeypatch.setattr(kernels, "forward", lambda *arguments: 1.001 * chunked.forward(*arguments))
     with pytest.raises(Wrong, match=r"^s is off by .* allowed \(1 tokens\)"):
         check(device.type, "float32")
 
 
-@of_kernel
 @pytest.mark.slow
 def test_kernels_keep_the_promises_that_torch_asks_of_an_operator(quick_scan):
     torch.library.opcheck(_recur, (*inputs(1, 1), "triton"))

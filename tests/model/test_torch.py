@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from gradients import KERNEL
 from test_gpt import ids, tiny
 from test_recompute import gradients
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -67,7 +66,7 @@ def test_kernels_compile_without_a_graph_break_and_are_recomputed_to_the_same_bi
 
 
 @pytest.mark.parametrize(
-    ("backend", "T"), [*(("chunked", T) for T in (1, 64, 70)), pytest.param("triton", 3, marks=KERNEL)]
+    ("backend", "T"), [*(("chunked", T) for T in (1, 64, 70)), pytest.param("triton", 3, marks=pytest.mark.gpu)]
 )
 def test_fakes_have_the_strides_and_types_of_results(backend, T):
     """Compiled code relies on this, and opcheck does not check it."""

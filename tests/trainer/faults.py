@@ -1,26 +1,23 @@
 """Training in processes that are killed at chosen operations.
 
 A life of a run trains by `trainer.loop.fit`, in forks (ranks.py), so that a start costs a tenth of a second. It ends on
-its own, or by SIGKILL of itself at its n-th operation on the disk.
+its own, or by SIGKILL of itself before its n-th fsync or rename.
 
-What a kill at any other operation leaves is recorded in one life (`record`), since a killed process leaves what the
+What a kill before any of these leaves is recorded in one life (`record`), since a killed process leaves what the
 operations before the kill made.
 """
 
-import builtins
 import contextlib
 import errno
 import faulthandler
 import functools
 import hashlib
-import io
 import json
 import os
 import resource
 import secrets
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -30,7 +27,6 @@ import traceback
 from typing import NamedTuple
 
 import ranks
-import safetensors.torch
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -39,20 +35,19 @@ from trainer.checkpoint import checkpoint_path
 from trainer.config import TrainConfig
 from trainer.loop import fit
 
-WRITES = ("write", "save_file")
 SECONDS_TO_FINISH = 120  # a life that takes longer hangs
 SECONDS_BEHIND_A_KILLED_ONE = 0.05  # how long the other processes of a run live on, before they are killed too
 
 
 class Kill(NamedTuple):
-    """SIGKILL before an operation on the disk, counted from 1, of the main thread or of all others together."""
+    """SIGKILL before an fsync or a rename, counted from 1, of the main thread or of all others together."""
 
     thread: str  # "main" or "other"
     number: int
 
 
 class Operation(NamedTuple):
-    """An operation on the disk: its thread, its name, and the path that it changes."""
+    """An fsync or a rename: its thread, its name, and the path that it syncs or makes."""
 
     thread: str
     name: str
@@ -190,130 +185,44 @@ def assert_same(run_dir, expected, why=""):
 
 
 class Disk:
-    """Counts this process's operations on the disk.
+    """Counts this process's fsyncs and renames, and knows what is synced."""
 
-    What Python does to files is wrapped: opening them for writing, writing, and the functions of os; and what
-    safetensors writes by itself. A buffered write counts when the buffer is handed to the system.
-    """
-
-    def __init__(self):
+    def __init__(self, folder=None):
         self.operations = []
         """As they were begun."""
-        self.unsynced = {}  # (device, inode) -> a handle of the file, and the size that was last synced
+        self.synced = {}  # (device, inode) -> a handle of the file, so that its number stays its own, and its size
         self._lock = threading.RLock()  # one operation at a time
+        for path in folder.rglob("*") if folder is not None else ():
+            if path.is_file():  # of an earlier life
+                with open(path, "rb") as file:
+                    self._is_synced(file.fileno())
 
-    def begun(self, done, data, position):
-        """Called before an operation, with what it will write, and where in its file."""
+    def begun(self, done):
+        """Called before an operation."""
 
     def install(self, patch=setattr):
-        """Wrap everything."""
-        for name in ("mkdir", "rmdir", "unlink", "remove", "rename", "replace", "link", "symlink", "truncate"):
-            patch(os, name, self._counted(name, getattr(os, name)))
-        patch(os, "ftruncate", self._counted("truncate", os.ftruncate, _path))
-        patch(os, "fsync", self._counted("fsync", os.fsync, _path, self._synced))
-        patch(os, "write", self._writing(os.write))
-        patch(os, "pwrite", self._writing(os.pwrite))
-        patch(os, "open", self._opening(os.open))
-        opening = self._opening_file(builtins.open)
-        patch(builtins, "open", opening)
-        patch(io, "open", opening)
-        patch(safetensors.torch, "serialize_file", self._saving(safetensors.torch.serialize_file))
+        """Wrap all three."""
+        for name in ("rename", "replace"):
+            patch(os, name, self._counted(name, getattr(os, name), lambda source, target, **_: str(target)))
+        patch(os, "fsync", self._counted("fsync", os.fsync, _path))
 
-    @contextlib.contextmanager
-    def begin(self, name, path, data=b"", position=0):
-        """The context of an operation. Nothing else begins while it lasts."""
-        with self._lock:
-            thread = "main" if threading.current_thread() is threading.main_thread() else "other"
-            self.operations.append(Operation(thread, name, str(path)))
-            self.begun(self.operations[-1], data, position)
-            yield
+    def _counted(self, name, function, path_of):
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            with self._lock:
+                thread = "main" if threading.current_thread() is threading.main_thread() else "other"
+                self.operations.append(Operation(thread, name, path_of(*args, **kwargs)))
+                self.begun(self.operations[-1])
+                function(*args, **kwargs)
+                if name == "fsync":
+                    self._is_synced(*args)
 
-    def changes(self, handle, synced=None):
-        """Record that this handle's file changes; only its first `synced` bytes (None: all so far) are on the disk."""
+        return call
+
+    def _is_synced(self, handle):
         status = os.fstat(handle)
-        file, size = (status.st_dev, status.st_ino), status.st_size if synced is None else synced
-        if file not in self.unsynced:
-            self.unsynced[file] = os.dup(handle), size
-
-    def _counted(self, name, function, path_of=str, after=lambda handle: None):
-        @functools.wraps(function)
-        def call(first, *args, **kwargs):
-            with self.begin(name, path_of(args[0] if name in ("rename", "replace") else first)):
-                done = function(first, *args, **kwargs)
-                after(first)
-                return done
-
-        return call
-
-    def _synced(self, handle):
-        status = os.fstat(handle)
-        kept, _ = self.unsynced.pop((status.st_dev, status.st_ino), (None, 0))
-        if kept is not None:
-            os.close(kept)
-
-    def _writing(self, function):
-        @functools.wraps(function)
-        def call(handle, data, *position):
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                return function(handle, data, *position)
-            with self.begin("write", _path(handle), bytes(data), *position or [os.lseek(handle, 0, os.SEEK_CUR)]):
-                self.changes(handle)
-                return function(handle, data, *position)
-
-        return call
-
-    def _opening(self, function):
-        counted = self._counted("open", function)
-
-        @functools.wraps(function)
-        def call(path, flags, *args, **kwargs):
-            writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-            return (counted if writes else function)(path, flags, *args, **kwargs)
-
-        return call
-
-    def _opening_file(self, function):
-        @functools.wraps(function)
-        def call(path, mode="r", buffering=-1, encoding=None, errors=None, newline=None, **kwargs):
-            if isinstance(path, int) or not set(mode) & set("wax+"):
-                return function(path, mode, buffering, encoding, errors, newline, **kwargs)
-            with self.begin("open", path):
-                raw = CountedFile(self, path, mode.replace("b", "").replace("t", ""), **kwargs)
-            if buffering == 0:
-                return raw
-            file = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
-            return file if "b" in mode else io.TextIOWrapper(file, encoding, errors, newline, buffering == 1)
-
-        return call
-
-    def _saving(self, function):
-        @functools.wraps(function)
-        def call(tensors, path, metadata=None):
-            with self.begin("save_file", path, safetensors.serialize(tensors, metadata)):
-                function(tensors, path, metadata)
-                with io.FileIO(path, "r+") as file:
-                    self.changes(file.fileno(), synced=0)
-
-        return call
-
-
-class CountedFile(io.FileIO):
-    """A file open for writing whose writes are counted."""
-
-    def __init__(self, disk, path, mode, **kwargs):
-        super().__init__(path, mode, **kwargs)
-        self._disk = disk
-
-    def write(self, data):
-        """Hand data to the system."""
-        with self._disk.begin("write", self.name, bytes(data), self.tell()):
-            self._disk.changes(self.fileno())
-            return super().write(data)
-
-    def truncate(self, size=None):
-        """Cut the file."""
-        with self._disk.begin("truncate", self.name):
-            return super().truncate(size)
+        kept, _ = self.synced.get((status.st_dev, status.st_ino), (None, 0))
+        self.synced[status.st_dev, status.st_ino] = os.dup(handle) if kept is None else kept, status.st_size
 
 
 def _path(handle):
@@ -329,7 +238,7 @@ class KillingDisk(Disk):
         super().__init__()
         self._kill, self._trace, self._write = kill, os.open(trace, os.O_WRONLY | os.O_CREAT), os.write
 
-    def begun(self, done, data, position):
+    def begun(self, done):
         """Kill the process if it is the chosen operation."""
         self._write(self._trace, (json.dumps(done) + "\n").encode())
         if self._kill == Kill(done.thread, sum(other.thread == done.thread for other in self.operations)):
@@ -345,13 +254,13 @@ class Left(NamedTuple):
 
 
 class RecordingDisk(Disk):
-    """Records what each possible kill would leave of a run: before an operation, or when half of a write is done.
+    """Records what each possible kill would leave of a run.
 
-    With a power cut, or without: then what was not fsynced is lost. Kills that leave the same are recorded once.
+    Without a power cut, or with one: then what was not fsynced is lost. Kills that leave the same are recorded once.
     """
 
     def __init__(self, run_dir):
-        super().__init__()
+        super().__init__(run_dir)
         self._run_dir, self._left = run_dir, {}
 
     @property
@@ -359,29 +268,22 @@ class RecordingDisk(Disk):
         """Everything that a kill may leave, in the order of the kills."""
         return list(self._left.values())
 
-    def begun(self, done, data, position):
+    def begun(self, done):
         """Record what there is."""
         if not done.path.startswith(str(self._run_dir)):
             return
         for power in (False, True):
             files = self._files(power)
-            self._record(f"{'power cut' if power else 'killed'} before {done}", files)
-            name, half = done.path.removeprefix(f"{self._run_dir}/"), data[: len(data) // 2]
-            if half:
-                before = files[name]
-                changed = before[:position].ljust(position, b"\0") + half + before[position + len(half) :]
-                self._record(f"{'power cut' if power else 'killed'} in {done}", files | {name: changed})
-
-    def _record(self, why, files):
-        key = hashlib.sha256(repr(sorted(files.items())).encode()).digest()
-        self._left.setdefault(key, Left(why, files, last_saved(self.operations)))
+            key = hashlib.sha256(repr(sorted(files.items())).encode()).digest()
+            why = f"{'power cut' if power else 'killed'} before {done}"
+            self._left.setdefault(key, Left(why, files, last_saved(self.operations)))
 
     def _files(self, power):
         files = {}
         for path in sorted(self._run_dir.rglob("*")):
             name, status = str(path.relative_to(self._run_dir)), path.stat()
             files[name] = None if path.is_dir() else path.read_bytes()
-            _, synced = self.unsynced.get((status.st_dev, status.st_ino), (None, None))
+            _, synced = self.synced.get((status.st_dev, status.st_ino), (None, 0))
             if power and files[name] is not None:
                 files[name] = files[name][:synced]
         return files
@@ -395,7 +297,7 @@ def record(config):
     with pytest.MonkeyPatch.context() as patch:
         disk.install(patch.setattr)
         fit(config)
-    for handle, _ in disk.unsynced.values():
+    for handle, _ in disk.synced.values():
         os.close(handle)
     return disk
 

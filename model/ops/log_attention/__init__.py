@@ -158,21 +158,15 @@ def join_signs(log_y: Tensor) -> tuple[Tensor, Tensor]:
 @assume_constant_result
 def _why_not_triton(device: str, index: int | None, dtype: torch.dtype, d_k: int) -> str | None:
     """Return why the kernels cannot run, or None if they can."""
-    if why_not := why_not_triton(device, index):
+    if why_not := why_not_triton(device, index, dtype):
         return why_not
     if d_k > 128:
         return f"supports up to 128 key features a head, not {d_k}: use more heads"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
     gpu = torch.cuda.get_device_properties(index)
-    # Wider types need more shared memory, which most GPUs have less of, and more compilation time, which in float64
-    # takes minutes: docs/kernels.md.
-    bits = 16 if dtype == torch.bfloat16 else max(32, 8 * dtype.itemsize)
-    most = (
-        {16: 128, 32: 128, 64: 64}[bits]
-        if gpu.major in (9, 10)
-        else {16: 128, 32: 64, 64: 16}[bits]
-    )
+    # Wider types need more shared memory, which most GPUs have less of: docs/kernels.md.
+    most = 128 if dtype == torch.bfloat16 or gpu.major in (9, 10) else 64
     if d_k > most:
         return f"supports up to {most} key features a head in {dtype} on {gpu.name}, not {d_k}: use bfloat16"
     return None

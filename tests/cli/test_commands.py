@@ -1,0 +1,397 @@
+"""What every command has in common: --help, options, answers of one line, output that fails; and printed commands.
+
+Commands in --help, docstrings, `make train` and the pages of docs/ run here until the actual work would begin.
+"""
+
+import ast
+import functools
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+from pkgutil import resolve_name
+
+import pytest
+import ranks
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import QuotedString
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from printed import assert_one_line, commands_in
+
+from cli import compose, to_dict
+from cli.command import EXTRAS
+from cli.compose import read_options
+from common.settings import UserError, decode
+from common.words import overrides
+from tools.bench.run import BenchConfig
+from trainer.config import TrainConfig
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+ROOT = Path(__file__).resolve().parents[2]
+WORK = {  # what a script calls once it has read its command line and everything that this names, apart from files
+    "train": "trainer.loop.fit",
+    "eval": "inference.evaluate.run_evaluation",
+    "sample": "inference.sample.run_sampling",
+    "scripts/bench": "tools.bench.run.bench",
+    "scripts/convert_gqa": "tools.convert.gqa.convert",
+    "scripts/count": "tools.count.counted",
+    "scripts/doctor": "tools.doctor.examine",
+    "scripts/draw_attention": "tools.report.attention_masks.draw",
+    "scripts/export_hf": "tools.convert.export_hf.export",
+    "scripts/import_gpt2": "tools.convert.import_gpt2.import_gpt2",
+    "scripts/inspect_dataset": "tools.report.dataset.inspect",
+    "scripts/lm_eval": "inference.harness.run_harness",
+    "scripts/plan": "tools.plan.run_plan",
+    "scripts/prepare_data": "data.prepare.dataset.prepare",
+    "scripts/report": "tools.report.write.write_report",
+    "scripts/scaling": "tools.scaling.run",
+    "scripts/serve": "inference.server.serve.serve",
+    "scripts/train_tokenizer": "data.prepare.vocabulary.learn",
+    "scripts/verify_dataset": "data.prepare.verify.verify",
+}
+NEEDS = {"scripts/serve": "uvicorn", "scripts/train_tokenizer": "tokenizers"}
+
+
+def test_all_scripts_are_in_the_table():
+    scripts = [str(path.relative_to(ROOT).with_suffix("")) for path in ROOT.glob("scripts/*.py")]
+    assert sorted(WORK) == sorted(["train", "eval", "sample", *scripts])
+
+
+# ----- printed commands
+
+
+class AtWork(BaseException):
+    """The command has reached its actual work."""
+
+
+@pytest.fixture
+def goes_to_work(command, monkeypatch, tmp_path):
+    """Runs a printed command in this process, in an empty folder, up to the work; in a sweep, all jobs reach it."""
+    monkeypatch.chdir(tmp_path)
+
+    def work():
+        arrived.append(True)
+        if not in_sweep:
+            raise AtWork
+        return 0.0  # a validation loss
+
+    arrived, in_sweep = [], False
+
+    def go(script, arguments):
+        nonlocal in_sweep
+        arrived.clear()
+        in_sweep = "-m" in arguments
+        line = shlex.join(["python", f"{script}.py", *arguments])
+        with monkeypatch.context() as patch:
+            original = resolve_name(WORK[script])
+            patch.setattr(WORK[script], functools.wraps(original)(lambda *_, **__: work()))
+            patch.setattr("trainer.loop.check", lambda config: None)  # of a sweep's data, which there is not
+            try:
+                result = command(script, *arguments)
+            except AtWork:
+                return 1
+        assert (result.status, result.err) == (0, ""), line
+        assert in_sweep, f"{line} has ended before its work"
+        return len(arrived)
+
+    return go
+
+
+@pytest.mark.parametrize("script", WORK)
+def test_the_commands_of_a_help_and_of_a_docstring_reach_their_work(command, goes_to_work, script):
+    pytest.importorskip(NEEDS.get(script, "torch"))
+    docstring = ast.get_docstring(ast.parse((ROOT / f"{script}.py").read_text()), clean=False)
+    typed = []
+    for one in commands_in(f"{docstring}\n{command(script, '--help').out}"):
+        if one not in typed:
+            typed.append(one)
+    assert script in [one.script for one in typed]
+    for one in typed:
+        assert (goes_to_work(*one) > 1) == ("-m" in one.arguments), one
+
+
+def write_run(folder):
+    """What `run_dir=` alone reads of a run."""
+    folder.mkdir(parents=True)
+    settings = decode(TrainConfig, to_dict(compose("train", ["experiment=quickstart"]))).model_dump(mode="json")
+    (folder / "config.json").write_text(json.dumps({"config": settings}))
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_what_make_train_says_is_next_reaches_its_work(goes_to_work, tmp_path):
+    recipe = ["make", "-n", "--no-print-directory", "-o", ".venv/installed", "train"]
+    lines = subprocess.run(recipe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    end = lines.index(r"printf '\nNext:\n'")
+    said = subprocess.run(["sh", "-c", "\n".join(lines[end:])], capture_output=True, text=True, check=True).stdout
+    write_run(tmp_path / "runs" / "demo")
+    assert [goes_to_work(*one) for one in commands_in(said)] == [1, 1, 1, 1, 4]
+
+
+@pytest.mark.filterwarnings("ignore")  # optuna's
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))], ids=lambda path: path.stem)
+@pytest.mark.slow
+def test_the_commands_of_a_page_reach_their_work(goes_to_work, tmp_path, page):
+    for plugin in ("triton", "uvicorn", "optuna"):
+        pytest.importorskip(plugin)
+    for name in ("demo", "mine"):
+        write_run(tmp_path / "runs" / name)
+    text = page.read_text().replace(" ... ", " experiment=quickstart ")  # dots are the reader's own options
+    for experiment in re.findall(r"^    # @package _global_\n(?:    .*\n)+", text, re.MULTILINE):
+        (tmp_path / "mine" / "experiment").mkdir(parents=True)
+        (tmp_path / "mine" / "experiment" / "notes.yaml").write_text(textwrap.dedent(experiment))
+    for one in commands_in(text):
+        if not {"--cfg", "--help"} & set(one.arguments):
+            assert goes_to_work(*one) >= 1
+
+
+def test_extras_that_are_to_be_installed_exist():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    packages = {re.split(r"\W", needed)[0] for needs in project["optional-dependencies"].values() for needed in needs}
+    paths = [path for name in ("cli", "configs", "inference", "model", "tools") for path in (ROOT / name).rglob("*.*")]
+    text = "".join(path.read_text() for path in paths if path.suffix in (".py", ".yaml"))
+    asked = re.findall(r"pip install (?:-e '\.\[([\w-]+)\]')?(\w*)", text)
+    assert len(asked) >= 4
+    known = [(extra, "") for extra in EXTRAS.values()]
+    for extra, package in [*known, *filter(any, asked)]:
+        assert extra in project["optional-dependencies"] if extra else package in packages
+
+
+WORDS = ["d4", "1 .", "it's", "c:\\", r"c:\x\'", "1", "1e3", "NULL", "x=1", "[x]", "{a: 1}", "a,b", "~", "日本"]
+
+
+@settings(deadline=None)
+@given(st.text(st.characters(exclude_categories=["C", "Zl", "Zp"])) | st.sampled_from(WORDS))
+def test_settings_are_printed_as_a_command_line_takes_them(text):
+    for value in (text, [text, {"name": text, "n": 1}, None, True, 6e-5]):
+        (typed,) = shlex.split(overrides({"a.key": value}))
+        (parsed,) = OverridesParser.create().parse_overrides(read_options([typed]))
+        assert (parsed.key_or_group, plain(parsed.value())) == ("a.key", value)
+    assert overrides({"key": "runs/s/optim.max_lr=0.001,seed=1"}) == "key=runs/s/optim.max_lr=0.001,seed=1"
+
+
+def plain(value):
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return value.text if isinstance(value, QuotedString) else value
+
+
+# ----- help
+
+HELP = """
+import contextlib, io, json, runpy, sys
+SLOW = ("torch", "matplotlib", "transformers", "triton", "datasets", "wandb", "fastapi", "pyarrow")
+found = {}
+for script in sys.argv[1:]:
+    before = set(sys.modules)
+    sys.argv = [script, "--help"]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        runpy.run_path(script, run_name="__main__")
+    found[script] = [out.getvalue(), [name for name in SLOW if name in sys.modules and name not in before]]
+print(json.dumps(found))
+"""
+
+
+def test_help_fits_a_screen_shows_an_example_and_waits_for_no_slow_library(run_process):
+    """All commands run in one process in turn, so an import is listed at the first command that needs it."""
+    (result,) = run_process(["-c", HELP, *(f"{script}.py" for script in WORK)])
+    for script, (text, loaded) in json.loads(result.out).items():
+        lines = text.splitlines()
+        assert loaded == [], script
+        assert 5 < len(lines) <= 51, script
+        assert max(map(len, lines)) <= 120, script
+        assert f"python {script}" in text
+        assert "--debug" in text
+
+
+# ----- options, and answers of one line
+
+
+@pytest.fixture
+def bench(command, monkeypatch):
+    """Runs scripts/bench.py with these words, its work replaced by a function; returns what the command does."""
+
+    def run(work, *words):
+        monkeypatch.setattr("tools.bench.run.bench", work)
+        return command("scripts/bench", *words)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        (["steps=4", "out=a=b c"], {"steps": 4, "out": Path("a=b c")}),
+        (["models=[x, y]"], {"models": ["x", "y"]}),
+        (["models=[x=1,y=2],z=3"], {"models": ["x=1,y=2", "z=3"]}),
+        (["models=a=[x,y],b=1"], {"models": ["a=[x,y]", "b=1"]}),
+        (["set=[]", "out=null"], {"set": []}),
+    ],
+)
+def test_options_are_keys_and_values(bench, words, given):
+    found = []
+    assert bench(found.append, *words).status == 0
+    assert found == [BenchConfig(**given)]
+
+
+def test_a_functions_arguments_are_the_keys_of_its_command(command, monkeypatch):
+    found = []
+
+    def convert(checkpoint: Path, run_dir: Path, n_kv_head: int) -> None:
+        found.append((checkpoint, run_dir, n_kv_head))
+
+    monkeypatch.setattr("tools.convert.gqa.convert", convert)
+    words = ["checkpoint=runs/a", "run_dir=runs/42", "n_kv_head=2"]
+    assert command("scripts/convert_gqa", *words).status == 0
+    assert found == [(Path("runs/a"), Path("runs/42"), 2)]
+    assert command("scripts/convert_gqa", *words[:2]).err.startswith("error: config key 'n_kv_head' is missing")
+
+
+def raising(error):
+    def work(options):
+        raise error
+
+    return work
+
+
+def read_a_loop(options):
+    Path("loop").symlink_to("loop")
+    Path("loop").resolve().read_text()
+
+
+ANSWERS = [  # what is typed, what the work does, and how the answer begins
+    (["--steps", "20"], print, "--steps: options are KEY=VALUE here: write steps=..."),
+    (["--head-dim=4"], print, "--head-dim=4: options are KEY=VALUE here: write head_dim=4"),
+    (["out=caf\udce9"], print, r"out=caf\udce9 is not in UTF-8: rename what it names"),
+    (["a/b"], print, "a/b: options are KEY=VALUE here, without spaces around =: see --help"),
+    ([], raising(UserError("out=/x:art: cannot be written: [choose] another")), "out=/x:art: cannot be written: [choo"),
+    ([], raising(MemoryError()), "out of memory: use smaller batches"),
+    ([], raising(RuntimeError("DefaultCPUAllocator: can't allocate memory: .")), "out of memory: use smaller batches"),
+    ([], raising(RuntimeError("CUDA error: no kernel image is available for\non")), "this torch has no kernels for"),
+    ([], raising(ModuleNotFoundError(name="uvicorn")), "uvicorn is not installed: pip install -e '.[serve]'"),
+    ([], lambda options: Path("no/such").read_text(), "no/such: No such file or directory\n"),
+    ([], read_a_loop, ""),
+]
+
+
+@pytest.mark.parametrize(("words", "work", "message"), ANSWERS)
+def test_what_a_user_can_mend_is_one_line(bench, monkeypatch, tmp_path, words, work, message):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = bench(work, *words)
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith(f"error: {message}")
+
+
+def test_debug_shows_where_an_error_is_from(bench):
+    with pytest.raises(UserError):
+        bench(raising(UserError("x")), "--debug")
+
+
+def test_a_command_that_is_interrupted_says_so(command, monkeypatch):
+    def interrupt(folders: Path, out: Path | None, watch: bool) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tools.report.write.write_report", interrupt)
+    assert command("scripts/report", "folders=x") == (130, "", "error: no longer following the runs\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "package"),
+    [("train.py dataset_dir=x", "hydra"), ("eval.py checkpoint=x", "torch"), ("scripts/report.py", "rich")],
+)
+def test_an_interrupt_while_packages_are_imported_is_one_line(tmp_path, line, package):
+    """The package is replaced by a file that presses Ctrl-C."""
+    press = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"
+    (tmp_path / f"{package}.py").write_text(press)
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run([sys.executable, *line.split()], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "file"),
+    [
+        ("train.py -m dataset_dir=DATASET run_dir=FOLDER seed=1,2", "multirun.yaml"),
+        ("scripts/report.py folders=FOLDER", "report.html"),
+        ("scripts/draw_attention.py out=FOLDER/a.png", "a.png"),
+        ("scripts/bench.py out=FOLDER/a.json", "a.json"),
+    ],
+)
+def test_a_file_of_the_users_is_not_replaced(command, dataset_dir, tmp_path, line, file):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 2, "loss": 3.0}\n')
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / file).write_text("mine")
+    script, *options = line.replace("DATASET", str(dataset_dir)).replace("FOLDER", str(tmp_path)).split()
+    result = command(script.removesuffix(".py"), *options)
+    assert_one_line(result, f"{tmp_path / file} exists and is not from this command, which would replace it: rename it")
+    assert (tmp_path / file).read_text() == "mine"
+
+
+# ----- output that fails
+
+# Each makes file number n fail in its own way. Python has no stream of a file that is closed when it starts.
+FAILING = {
+    "closed": "os.close(n); setattr(sys, name, None); setattr(sys, f'__{name}__', None)",
+    "no reader": "r, w = os.pipe(); os.close(r); os.dup2(w, n)",
+    "full disk": "os.dup2(os.open('/dev/full', os.O_WRONLY), n)",
+    "does not block": "r, w = os.pipe(); os.set_blocking(w, False); os.write(w, bytes(65536)); os.dup2(w, n); "
+    "threading.Timer(0.5, os.read, (r, 65536)).start()",
+    "ascii": "getattr(sys, name).reconfigure(encoding='ascii', errors='strict')",
+}
+
+
+def with_failing(way, names, script, *arguments, status=0):
+    """Runs a script in a process whose standard streams of these names fail."""
+    failing = f"for n, name in {names}: {FAILING[way]}"
+    source = f"import os, runpy, sys, threading\n{failing}\nrunpy.run_path({script!r}, run_name='__main__')"
+    (result,) = ranks.run(1, "-c", source, *arguments, status=status)
+    return result
+
+
+@pytest.mark.parametrize("way", FAILING)
+def test_output_that_fails_does_not_stop_training(tiny_args, tmp_path, way):
+    run_dir = tmp_path / "caf\xe9"
+    with_failing(way, [(1, "stdout"), (2, "stderr")], "train.py", *tiny_args, f"run_dir={run_dir}")
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 3, 4, 5, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("way", "status", "err"),
+    [
+        ("closed", 0, ""),
+        ("no reader", 128 + signal.SIGPIPE, ""),
+        ("full disk", 1, "error: standard output: No space left on device\n"),
+        ("does not block", 0, ""),
+    ],
+)
+def test_output_that_fails_ends_other_commands_as_it_ends_unix_tools(way, status, err):
+    result = with_failing(way, [(1, "stdout")], "scripts/inspect_dataset.py", "--help", status=status)
+    assert result.err == err
+
+
+@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
+def test_colours_are_for_terminals(terminal):
+    import pty
+
+    env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | {"TERM": "xterm-256color"}
+    ours, theirs = pty.openpty() if terminal else os.pipe()
+    line = [sys.executable, "scripts/verify_dataset.py", "dataset_dir=/no/such"]
+    done = subprocess.run(line, cwd=ROOT, env=env, stdout=theirs, stderr=theirs)  # one line: no buffer is full
+    said = os.read(ours, 4096)
+    os.close(ours)
+    os.close(theirs)
+    assert done.returncode == 1
+    assert said.lstrip(b"\x1b[0123456789;m").startswith(b"error: ")
+    assert (b"\x1b[31m" in said) == terminal
