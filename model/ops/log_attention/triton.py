@@ -331,15 +331,15 @@ def _segments(inputs: _Tensors, P: Constants, most: int) -> Segments | None:
     S = -(-N // chunks)  # none is empty
     if S == 1:
         return None
-    if log_f is not None:
-        log_f = (
-            pad(log_f.to(acc), (0, 0, 0, S * chunks * P.C - T))
-            .unflatten(2, (S, -1))
-            .sum(3)
-            .reshape(G, S)
-        )
     shapes = (G, S, d_k, d_v), (G * P.BLOCKS, S, d_k), (G, S, d_k), (G, S, d_v)
-    return Segments(_saved(*(q.new_empty(shape, dtype=acc) for shape in shapes)), log_f, chunks)
+    own = _saved(*(q.new_empty(shape, dtype=acc) for shape in shapes))
+    if log_f is None:
+        # Nothing reads it. Triton 3.6 cannot compare a tuple that holds None with None.
+        sums = own.key
+    else:
+        padded = pad(log_f.to(acc), (0, 0, 0, S * chunks * P.C - T))
+        sums = padded.unflatten(2, (S, -1)).sum(3).reshape(G, S)
+    return Segments(own, sums, chunks)
 
 
 def _programs_at_once(device: torch.device, P: Constants) -> int:
