@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "inference": {"common", "data", "model", "trainer", "inference"},
     "tools": {"common", "data", "model", "trainer", "inference", "cli", "tools"},
 }
-OF_TRAINING = ("checkpoint", "distributed", "losses", "runtime", "state", "tensor_file")
+OF_TRAINING = ("checkpoint", "distributed", "losses", "proof", "runtime", "state", "tensor_file")
 """What inference may import of trainer: checkpoints and their files, the processes and devices a model runs on, and
 losses."""
 

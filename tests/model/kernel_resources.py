@@ -2,8 +2,9 @@
 
 python tests/model/kernel_resources.py '{"capability": 90, "operator": "log_attention", "dtype": "bfloat16", "d": 32,
 "d_v": 32, "gates": true, "carried": true, "of_values": "bfloat16"}' prints a line of JSON for each kernel; several
-arguments are several cases. With "only": "sweep", only kernels with this in their name are compiled; with "assembled":
-false, only warps and shared memory are counted. A process that has compiled for an absent GPU cannot run kernels.
+arguments are several cases, of one compute capability. With "only": "sweep", only kernels with this in their name are
+compiled; with "assembled": false, without what only machine code shows. A process that has compiled for an absent GPU
+cannot run kernels.
 """
 
 import json
@@ -31,7 +32,7 @@ from model.ops.log_recurrence import triton as log_recurrence
 
 
 class NotAssembled(Exception):
-    """Raised in place of ptxas, which takes as long as Triton, with what Triton knows of the kernel."""
+    """Raised in place of ptxas, which takes as long as Triton, with the kernel's metadata and PTX."""
 
 
 def compiled(launch: Callable[[], None], capability: int, only: str = "", assembled: bool = True) -> dict[str, Any]:
@@ -48,10 +49,11 @@ def compiled(launch: Callable[[], None], capability: int, only: str = "", assemb
             try:
                 found[kernel.__name__] = run(kernel, *arguments, grid=grid, warmup=True, **options)
             except NotAssembled as known:
-                found[kernel.__name__] = SimpleNamespace(metadata=SimpleNamespace(**known.args[0]), asm={})
+                metadata, ptx = known.args
+                found[kernel.__name__] = SimpleNamespace(metadata=SimpleNamespace(**metadata), asm={"ptx": ptx})
 
     def stop(backend: Any, source: Any, metadata: dict[str, Any], *rest: Any) -> None:
-        raise NotAssembled(metadata)
+        raise NotAssembled(metadata, source)
 
     driver.set_active(gpu)
     with (
@@ -108,13 +110,15 @@ def in_the_longest_loop(machine_code: str) -> list[str]:
     return [name for place, name, _ in found if start <= place <= end]
 
 
-def resources(binary: Any) -> dict[str, int]:
+def resources(binary: Any) -> dict[str, int | str]:
     """Warps, registers of a thread, bytes of its stack (what it spills), and bytes of shared memory of a program.
 
-    Of the longest loop, which processes a chunk: instructions, and those that compute 2^x.
+    The version of its PTX, which is the assembler's, and how often it names wgmma. Of the longest loop, which processes
+    a chunk: instructions, and those that compute 2^x.
     """
-    metadata = binary.metadata
-    by_triton = {"warps": metadata.num_warps, "shared": metadata.shared}
+    metadata, ptx = binary.metadata, binary.asm["ptx"]
+    by_triton = {"warps": metadata.num_warps, "shared": metadata.shared, "wgmma": ptx.count("wgmma")}
+    by_triton["ptx"] = re.search(r"\.version (\S+)", ptx)[1]
     if "cubin" not in binary.asm:
         return by_triton
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

@@ -1,19 +1,24 @@
 """The choice between kernels and plain torch, and the compilation of kernels for GPUs that are not here."""
 
 import itertools
+import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import agreement
 import pytest
 import torch
+from made_on import suspended
 
-from model.ops import custom
+from model.ops import custom, triton_launch
 from model.ops import log_attention as operator
-from model.ops.kernels import _fastest_on_gpu
 from model.ops.linear_cross_entropy import summed_loss
 from model.ops.log_attention import log_attention
+from model.ops.log_attention import triton as kernels
 from model.ops.log_recurrence import log_recurrence
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,24 +33,19 @@ OPERATORS = {
 
 
 @pytest.mark.parametrize(
-    ("major", "dtype", "d_k", "backend"),
+    ("major", "dtype", "d_k", "fits"),
     [
-        (9, torch.bfloat16, 128, "triton"),
-        (9, torch.float64, 16, "chunked"),  # would compile for minutes
-        (9, torch.bfloat16, 129, "chunked"),
-        (8, torch.bfloat16, 128, "triton"),
-        (8, torch.float32, 64, "triton"),
-        (8, torch.float32, 128, "chunked"),  # no room for its operands
-        (7, torch.bfloat16, 32, "chunked"),
+        (9, torch.bfloat16, 128, True),
+        (9, torch.bfloat16, 129, False),
+        (8, torch.bfloat16, 128, True),
+        (8, torch.float32, 64, True),
+        (8, torch.float32, 128, False),  # no room for its operands
+        (7, torch.bfloat16, 32, False),
     ],
 )
-def test_auto_takes_triton_on_the_gpus_that_it_fits(fake_gpu, monkeypatch, capsys, major, dtype, d_k, backend):
+def test_triton_is_for_the_gpus_that_it_fits(fake_gpu, major, dtype, d_k, fits):
     fake_gpu.major = major
-    monkeypatch.setattr("model.ops.kernels.failed_check", lambda *_, **__: None)
-    arguments = "log attention", *FORMS, operator._check, operator._why_not_triton, 0, *[(dtype, d_k)] * 3
-    assert [_fastest_on_gpu(*arguments) for _ in range(2)] == [backend] * 2
-    (line,) = capsys.readouterr().out.splitlines()  # said once
-    assert line.startswith(f"log attention uses {backend}")
+    assert (operator._why_not_triton("cuda", 0, dtype, d_k) is None) == fits
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -98,6 +98,108 @@ def test_marks_for_the_compiler_are_those_of_torch():
         torch.compile(lambda x: _not_compiled(x), backend="eager", fullgraph=True)(x)
 
 
+def square(x, small, factor=1.0, noise=0.0):
+    """The gradient of `small`, a thousandth of that of x, is off by a factor."""
+    wrong = small.detach() + factor * (small - small.detach())
+    return {"y": x.square() + 1e-3 * wrong + noise * torch.rand(1)}
+
+
+def compare(operator):
+    leaves = {"x": torch.linspace(-1, 1, 100), "small": torch.linspace(-1, 1, 100)}
+    agreement.compare("squares", operator, square, leaves)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"factor": 1.001}, r"^the gradient of small is off by .* \(squares\)"),
+        ({"factor": torch.nan}, "^y is off by nan"),
+        ({"noise": 1e-6}, "^y has other bits in a second run"),
+    ],
+)
+def test_each_output_is_judged_by_its_own_largest_value(options, message):
+    compare(square)
+    with pytest.raises(AssertionError, match=message):
+        compare(partial(square, **options))
+
+
+BFLOAT16, FLOAT32 = [torch.bfloat16] * 3, [torch.float32] * 3
+
+
+@pytest.mark.gpu(alone=True)
+@pytest.mark.parametrize(
+    ("dtypes", "sizes"),
+    [
+        ([*BFLOAT16, torch.float32], (64, 64, 64, 1)),
+        ([*BFLOAT16, torch.float32], (64, 64, 32, 1)),
+        (BFLOAT16, (32, 32, 32)),
+        (BFLOAT16, (128, 128, 128)),
+        ([*FLOAT32, torch.float32], (64, 64, 64, 1)),
+    ],
+)
+def test_kernels_of_log_attention_agree_with_the_definition(device, dtypes, sizes):
+    with suspended():
+        agreement.log_attention(device, dtypes, sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtypes", "sizes"), [(FLOAT32, (4, 4, 3)), ([*BFLOAT16[:2], torch.float32, torch.float32], (4, 4, 3, 1))]
+)
+def test_kernels_of_log_attention_agree_with_the_definition_in_the_interpreter(dtypes, sizes):
+    agreement.log_attention("cpu", dtypes, sizes, lengths=(5,))
+
+
+@pytest.mark.parametrize("dimension", [0, 1, 2])
+def test_a_kernel_with_a_wrong_stride_is_found(monkeypatch, dimension):
+    """Of the batch, heads or tokens."""
+
+    def wrong(x, tokens=kernels._tokens):
+        pointer, strides = tokens(x)
+        return kernels.Tokens(pointer, (*strides[:dimension], 1, *strides[dimension + 1 :]))
+
+    monkeypatch.setattr(kernels, "_tokens", wrong)
+    with pytest.raises(AssertionError, match="log_y is off by"):
+        agreement.log_attention("cpu", [*BFLOAT16, torch.float32], (4, 4, 3, 1), lengths=(5,))
+
+
+@pytest.mark.parametrize(
+    ("capability", "bundled", "newer", "cuda", "names"),
+    [
+        (90, "12.8", "12.9", "12.6", {"DISABLE_MMA_V3", "TRITON_PTXAS_PATH"}),
+        (90, "12.8", "13.1", "13.0", {"DISABLE_MMA_V3", "TRITON_PTXAS_PATH"}),
+        (90, "12.8", "13.1", "12.8", {"DISABLE_MMA_V3"}),  # its driver may not load machine code of CUDA 13
+        (90, "13.3", "13.3", "13.0", {"DISABLE_MMA_V3"}),
+        (80, "12.8", "13.1", "13.0", set()),
+    ],
+)
+def test_kernels_for_hopper_are_compiled_without_wgmma_by_a_new_assembler(
+    monkeypatch, capability, bundled, newer, cuda, names
+):
+    tools = SimpleNamespace(
+        ptxas=SimpleNamespace(version=bundled), ptxas_blackwell=SimpleNamespace(version=newer, path="")
+    )
+    monkeypatch.setattr(triton_launch.triton, "knobs", SimpleNamespace(nvidia=tools))
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert set(triton_launch._settings.__wrapped__(capability)) == names
+
+
+def test_only_our_own_launches_have_these_settings(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("DISABLE_MMA_V3", "as before")
+    monkeypatch.setattr(triton_launch, "_capability", lambda: 90)
+    before = dict(os.environ)
+    with triton_launch.launching(torch.zeros(1)):
+        assert os.environ["DISABLE_MMA_V3"] == "1"
+        assert triton_launch._release(triton_launch.triton.knobs.nvidia.ptxas.version) >= (12, 9)
+    assert dict(os.environ) == before
+
+
+def right_for_hopper(row):
+    """PTX 8.8 is for ptxas 12.9."""
+    return row["wgmma"] == 0 and float(row["ptx"]) >= 8.8
+
+
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.slow
 def test_kernels_of_loss_and_recurrence_compile_for_gpus_that_are_not_here(kernel_resources, capability):
@@ -108,6 +210,7 @@ def test_kernels_of_loss_and_recurrence_compile_for_gpus_that_are_not_here(kerne
     rows = kernel_resources(*cases)
     assert [row["kernel"] for row in rows] == 2 * ["cross_entropy_kernel", "recurrence_forward", "recurrence_backward"]
     assert all(row["stack"] == 0 for row in rows)  # nothing spills
+    assert all(map(right_for_hopper, rows)) or capability != 90
 
 
 @pytest.mark.parametrize(
@@ -128,6 +231,7 @@ def test_kernels_of_log_attention_compile_for_gpus_that_are_not_here(kernel_reso
     kernels = ["forward_sweep", "exact_forward", "backward_sweep", "exact_backward"]
     assert [row["kernel"] for row in rows] == kernels * len(cases)
     assert all(row["shared"] <= 99 * 1024 for row in rows)  # which every GPU from 8.0 on has
+    assert all(map(right_for_hopper, rows)) or capability != 90
 
 
 SHARED = {80: 99, 90: 227, 100: 227, 120: 99}
@@ -153,8 +257,37 @@ def test_kernels_fit_where_the_documentation_says_so_and_those_of_shipped_models
     rows = kernel_resources(*shipped, *(case | {"gates": True, "assembled": False} for case in of_type))
     assert [row["kernel"] for row in rows] == ["forward_sweep", "backward_sweep"] * 6
     assert all(row["shared"] <= SHARED[capability] * 1024 for row in rows)
+    assert all(map(right_for_hopper, rows)) or capability != 90
     for (d, e, gates), row in zip([shape for shape in SHIPPED.values() for _ in range(2)], rows, strict=False):
         threads, exponentials = 32 * row["warps"], 64 * (2 * d + e + 64 * gates)  # of a chunk of 64 tokens
         assert row["ex2"] <= 1.2 * exponentials / threads
         spilled = 0 if d == 32 else {"forward_sweep": 576, "backward_sweep": 288}[row["kernel"]]  # bytes of a thread
         assert capability not in (80, 90) or row["stack"] <= spilled
+
+
+def in_segments(capability):
+    """Cases without gates and with them, as arguments of kernel_resources.py."""
+    given = {"capability": capability, "operator": "log_attention", "dtype": "bfloat16", "of_values": "bfloat16"}
+    given |= {"d": 32, "d_v": 32, "carried": True, "segments": 2, "assembled": False}
+    return [given | {"gates": gates} for gates in (False, True)]
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.slow
+def test_kernels_compile_in_segments(kernel_resources, capability):
+    assert len(kernel_resources(*in_segments(capability))) == 8
+
+
+@pytest.mark.slow
+def test_kernels_compile_with_triton_3_6(run_process, tmp_path, monkeypatch):
+    """The oldest version that pyproject.toml allows; it comes with torch 2.11."""
+    line = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path, "triton==3.6.0"]
+    done = subprocess.run(line, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"pip cannot install triton 3.6: {done.stderr.strip().splitlines()[-1]}")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    script = Path(__file__).with_name("kernel_resources.py")
+    results = run_process(*([script, *map(json.dumps, in_segments(capability))] for capability in SHARED))
+    rows = [[json.loads(line) for line in result.out.splitlines()] for result in results]
+    assert [len(each) for each in rows] == [8] * len(SHARED)
+    assert all(map(right_for_hopper, rows[list(SHARED).index(90)]))

@@ -1,11 +1,14 @@
 """Sparse attention: the operator against loops over the definitions, the modules against theirs, streaming, bounds."""
 
+import contextlib
 import functools
 from types import SimpleNamespace
 
+import agreement
 import pytest
 import torch
 from gradients import assert_all_close
+from made_on import suspended
 from pydantic import TypeAdapter, ValidationError
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -15,7 +18,6 @@ from model.attention.longformer import LongformerConfig
 from model.attention.sparse import FixedConfig, SlidingWindowConfig, StridedConfig
 from model.gpt import GPT, GPTConfig
 from model.ops.sparse_attention import attend
-from model.ops.sparse_attention import check as sparse_attention_check
 from model.ops.sparse_attention.attend import sparse_attention
 from model.ops.sparse_attention.naive import naive_sparse_attention
 from model.ops.sparse_attention.patterns import CAUSAL, fixed, is_causal, longformer, pattern_mask, strided, window
@@ -198,7 +200,7 @@ def test_flex_attention_keeps_documents_apart(pattern, T, eager_flex):
 
 @torch.no_grad()
 @pytest.mark.slow
-def test_flex_attention_is_compiled_once_for_each_case_of_its_check(monkeypatch):
+def test_flex_attention_is_compiled_once_for_each_pattern(monkeypatch):
     """And not again for other documents. With gradients, which need a GPU, it is compiled twice as often."""
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     attend._flex_attention()  # raises the limit
@@ -207,14 +209,51 @@ def test_flex_attention_is_compiled_once_for_each_case_of_its_check(monkeypatch)
     attention = torch.compile(flex.flex_attention, backend=compiled, fullgraph=True)
     monkeypatch.setattr(attend, "_flex_attention", lambda: (attention, flex.BlockMask))
     q, k, v = torch.randn(3, 1, 2, 140, 16)
-    cases = sparse_attention_check.PATTERNS | sparse_attention_check.IN_DOCUMENTS
     for border in (70, 90):
         starts = torch.arange(140).eq(border).unsqueeze(0)
-        for name, pattern in cases.items():
-            documents = starts if name in sparse_attention_check.IN_DOCUMENTS else None
+        for name, pattern in agreement.PATTERNS.items():
+            documents = starts if "document" in name else None
             attend._by_flex_attention(q, k, v, pattern, documents)
-    assert compiled.frame_count == len(cases)
-    assert torch._dynamo.config.recompile_limit >= 4 * len(cases)
+    assert compiled.frame_count == len(agreement.PATTERNS)
+    assert torch._dynamo.config.recompile_limit >= 4 * len(agreement.PATTERNS)
+
+
+@pytest.mark.gpu(alone=True)
+@pytest.mark.parametrize("forgets", [False, True])
+def test_compiled_flex_attention_agrees_with_the_definition(device, forgets):
+    with suspended():
+        agreement.flex(device, torch.bfloat16, 64, forgets=forgets)
+
+
+def found(fault, message):
+    """What is compared agrees, or a fault is found."""
+    return pytest.raises(AssertionError, match=message) if fault else contextlib.nullcontext()
+
+
+@pytest.mark.parametrize(("change", "dtype"), [(1.0, torch.bfloat16), (1.1, torch.float32)])
+def test_a_fault_of_flex_attention_is_found(monkeypatch, change, dtype):
+    """FlexAttention has no backward pass on CPUs: tiles stand in for it."""
+
+    def tiles(q, k, v, pattern, starts):
+        documents = {} if starts is None else {"starts": starts}
+        attention = attend.sparse_attention if starts is None else attend.document_attention
+        return attention(q * change, k, v, [pattern], **documents)
+
+    monkeypatch.setattr(attend, "_by_flex_attention", tiles)
+    with found(change != 1, r"^y is off by .* \(window, 100 tokens\)$"):
+        agreement.flex("cpu", dtype, 16, T=140)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("dtype", "wrong"), [(torch.bfloat16, False), (torch.float64, True)])
+def test_a_fault_of_attention_that_forgets_is_found(eager_flex, monkeypatch, dtype, wrong):
+    """The wrong one has a gradient of gates that no feature passes on."""
+    right = attend._forgetting
+    monkeypatch.setattr(
+        attend, "_forgetting", lambda q, k, log_f: right(q, k, log_f.detach() + 0 * log_f if wrong else log_f)
+    )
+    with found(wrong, r"^the gradient of log_f is off by .* \(gates\)$"):
+        agreement.flex("cpu", dtype, 16, T=140, forgets=True)
 
 
 @pytest.mark.parametrize("patterns", [[strided(6)], [fixed(8, 3)], [longformer(5, 3)]])
@@ -277,7 +316,7 @@ def test_shapes_that_do_not_fit_are_refused():
 )
 def test_what_skips_nothing_is_said(device, dtype, head_dim, wanted, said, monkeypatch, capsys):
     say_once.cache_clear()
-    monkeypatch.setattr("model.ops.kernels.failed_check", lambda *_, **__: None)
+    monkeypatch.setattr("model.ops.kernels.failed_check", lambda *_, **__: None, raising=False)
     assert attend._form(SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 1, 8, head_dim))) == wanted
     out = capsys.readouterr().out
     assert said in out if wanted == "masks" else "slower" not in out

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from model.ops.custom import accumulation_dtype
+from model.ops.triton_launch import launching
 
 _BLOCK = 4096  # logits at a time
 _NOTHING = tl.constexpr(float("-inf"))
@@ -26,7 +27,7 @@ def cross_entropy_(
         losses.dtype == torch.float64,
         min(_BLOCK, triton.next_power_of_2(logits.shape[1])),
     )
-    with torch.cuda.device_of(logits):  # kernels are launched on the current device
+    with launching(logits):
         cross_entropy_kernel[(len(logits),)](
             *(logits, targets.contiguous(), losses, n_vocab, logits.shape[1]),
             **{

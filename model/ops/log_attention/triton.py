@@ -30,6 +30,7 @@ from model.ops.log_attention.triton_arguments import (
 )
 from model.ops.log_attention.triton_exact import exact_backward, exact_forward
 from model.ops.log_attention.triton_kernels import backward_sweep, forward_sweep
+from model.ops.triton_launch import launching
 
 # Powers of two by which a frame can shrink after a chunk, without gates and with them.
 FEW, MANY = 24, 40
@@ -104,7 +105,7 @@ def _attend(
     outputs = Outputs(_tokens(log_y), Sums(log_s_after, log_z_after) if want_state else None)
     fast, exact = (_saved(*saved), _exact(*saved)) if save else (None, None)
     counter = recomputed_tiles("forward", q.device)
-    with torch.cuda.device_of(q):  # kernels are launched on the current device
+    with launching(q):
         x, parts = _arguments(inputs), _segments(inputs, P, segments)
         sweep = functools.partial(forward_sweep[_grid(q, P, parts)], P=P, **_launch(P))
         if parts is not None:
@@ -173,7 +174,7 @@ def _attend_backward(
         None if to.log_s is None else Sums(to.log_s, to.log_z),
         *x[5:],
     )
-    with torch.cuda.device_of(g_y):
+    with launching(g_y):
         parts = _segments(tensors, P, segments)
         sweep = functools.partial(backward_sweep[_grid(tensors.q, P, parts)], P=P, **_launch(P))
         if parts is not None:
@@ -331,15 +332,15 @@ def _segments(inputs: _Tensors, P: Constants, most: int) -> Segments | None:
     S = -(-N // chunks)  # none is empty
     if S == 1:
         return None
-    if log_f is not None:
-        log_f = (
-            pad(log_f.to(acc), (0, 0, 0, S * chunks * P.C - T))
-            .unflatten(2, (S, -1))
-            .sum(3)
-            .reshape(G, S)
-        )
     shapes = (G, S, d_k, d_v), (G * P.BLOCKS, S, d_k), (G, S, d_k), (G, S, d_v)
-    return Segments(_saved(*(q.new_empty(shape, dtype=acc) for shape in shapes)), log_f, chunks)
+    own = _saved(*(q.new_empty(shape, dtype=acc) for shape in shapes))
+    if log_f is None:
+        # Nothing reads it. Triton 3.6 cannot compare a tuple that holds None with None.
+        sums = own.key
+    else:
+        padded = pad(log_f.to(acc), (0, 0, 0, S * chunks * P.C - T))
+        sums = padded.unflatten(2, (S, -1)).sum(3).reshape(G, S)
+    return Segments(own, sums, chunks)
 
 
 def _programs_at_once(device: torch.device, P: Constants) -> int:

@@ -117,7 +117,7 @@ class Segments(NamedTuple):
     own: Any
     """Saved: slot s has what segment s alone adds to the state or, in the backward pass, to the state's gradient."""
     log_f: Any
-    """(B H, slots): sums of a segment's gates."""
+    """(B H, slots): sums of a segment's gates; without gates, any tensor."""
     chunks: Any
     """Of a segment. The last one has what is left."""
 
@@ -156,9 +156,9 @@ def chunks_of(segments, N):
 
 
 @triton.jit
-def gates_of_segment(segments, s, g):
+def gates_of_segment(x, segments, s, g):
     """The sum of head g's gates in segment s; None without gates."""
-    if segments.log_f is None:
+    if x.log_f is None:
         return None
     else:
         return tl.load(segments.log_f + g * segments.own.slots + s)

@@ -82,7 +82,7 @@ def forward_sweep(x, outputs, saved, doubtful, segments, OWN: tl.constexpr, P: t
 
     M, z, key, value = _first_state(x, program, P)
     if segments is not None and not OWN:
-        M, z, key, value = _after_segments(State(M, z, key, value), segments, program, P)
+        M, z, key, value = _after_segments(State(M, z, key, value), x, segments, program, P)
     first, stop = chunks_of(segments, N)
     for n in tl.range(first, stop, disable_licm=True):  # what is hoisted would take registers
         gates = gates_of(x.log_f, n, x.T, P)
@@ -179,7 +179,7 @@ def backward_sweep(g_of, x, saved, doubtful, to, segments, OWN: tl.constexpr, P:
             g_z = _over(g_norm, z)
     if segments is not None and not OWN:
         g_M, g_z, key, value = _before_segments(
-            State(g_M, g_z, key, value), saved, segments, program, P
+            State(g_M, g_z, key, value), x, saved, segments, program, P
         )
 
     for i in tl.range(stop - first, disable_licm=True):
@@ -254,12 +254,12 @@ def backward_sweep(g_of, x, saved, doubtful, to, segments, OWN: tl.constexpr, P:
 
 
 @triton.jit
-def _after_segments(state, segments, program, P: tl.constexpr):
+def _after_segments(state, x, segments, program, P: tl.constexpr):
     """Return the state before this program's segment, given that before the first."""
     M, z, key, value = state
     own = _slots_of(segments.own, program.g, P)
     for s in range(tl.program_id(1)):
-        log_f = gates_of_segment(segments, s, program.g)
+        log_f = gates_of_segment(x, segments, s, program.g)
         key_before, value_before = key, value
         M_s, z_s, key_s, value_s = _saved(own, s, program, P)
         if log_f is None:
@@ -279,13 +279,13 @@ def _after_segments(state, segments, program, P: tl.constexpr):
 
 
 @triton.jit
-def _before_segments(g, saved, segments, program, P: tl.constexpr):
+def _before_segments(g, x, saved, segments, program, P: tl.constexpr):
     """Return the gradient of the state after this program's segment, given that after the last, and their frames."""
     g_M, g_z, key, value = g
     last = tl.num_programs(1) - 1
     for i in range(last - tl.program_id(1)):
         s = last - i
-        log_f = gates_of_segment(segments, s, program.g)
+        log_f = gates_of_segment(x, segments, s, program.g)
         key_after, value_after = key, value
         _, _, key, value = _saved(saved, s * segments.chunks, program, P)
         own_M, own_z = load_state(_own_gradients(segments, program, P), s, program, 0.0, P)

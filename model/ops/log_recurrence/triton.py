@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from model.ops.triton_launch import launching
+
 _TOKENS, _FEATURES = 32, 32  # of a program at a time
 
 
@@ -48,7 +50,7 @@ def _launch(kernel: Any, log_p: Tensor, h: Tensor, **others: Tensor) -> None:
         "h_token": h_token,
     }
     acc = tl.float64 if others["s"].dtype == torch.float64 else tl.float32
-    with torch.cuda.device_of(h):  # kernels are launched on the current device
+    with launching(h):
         launch = kernel[B, triton.cdiv(D, block)]
         launch(log_p=log_p, h=h, **others, **sizes, ACC=acc, C=_TOKENS, BD=block, num_warps=4)
 
