@@ -390,7 +390,7 @@ def first_shard(manifest):
         (lambda m: m["splits"].update(test=m["splits"]["val"]), "test"),
         (lambda m: m["splits"].pop("val"), "splits"),
         (lambda m: m.update({"\x1b[2J\n": 1}), "is damaged"),
-        (lambda m: m.update(format_version=1), "has format version 1, this program reads 2"),
+        (lambda m: m.update(format_version=1), "has format version 1, this program reads 3"),
         (lambda m: m.update(format_version="\x1b[2J" * 10**5), r"has format version '\\x1b"),
         (lambda m: m.update(set_names=["\x1b[2J"]), "printable"),
         (lambda m: m.update(set_names=m["set_names"] * 2), "has a name twice"),

@@ -182,7 +182,7 @@ def test_evaluation_covers_every_target_once_and_with_a_stride_far_in(n_tokens, 
     assert counted.any(axis=1).all(), "no row is only padding"
     assert (targets[~counted] == -1).all()
     assert stride or (token_ids[~counted] == -7).all(), "the end of the text is filled up"
-    assert [batches.span(i)[0] for i in range(len(batches))] == token_ids[:, 0].tolist()
+    assert [batches.bounds(i)[0] for i in range(len(batches))] == token_ids[:, 0].tolist()
     step = stride or 7
     assert np.diff(token_ids[:, 0]).tolist() == [step] * (len(batches) - 1)
     assert (np.argmax(counted, axis=1)[1:] == 7 - step).all(), "so many tokens stand before the first that counts"

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import data.tokenizer
+import data.tokenizer_base
 from common.settings import UserError, decode
 from data.prepare.dataset import PrepareConfig, prepare
 from data.prepare.verify import verify
 from data.shards import read_manifest
-from data.tokenizer import END_OF_TEXT, HFConfig, build_tokenizer, byte_characters, load_tokenizer, save_tokenizer
+from data.tokenizer import HFConfig, build_tokenizer, load_tokenizer, save_tokenizer
+from data.tokenizer_base import END_OF_TEXT, byte_characters
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install -e '.[tokenizers]'")
 
@@ -95,13 +96,13 @@ def test_any_text_has_the_ids_of_the_library(raw, build, text):
 @settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=TEXTS)
 def test_long_texts_have_the_ids_of_the_library(raw, build, monkeypatch, words, text):
-    monkeypatch.setattr(data.tokenizer, "_PIECE", 2)
+    monkeypatch.setattr(data.tokenizer_base, "_CHUNK", 2)
     tokenizer = build(pre_tokenizer=words)
     assert tokenizer.encode(text) == ids_of(raw | {"pre_tokenizer": words}, text)
 
 
 def test_texts_are_cut(build, monkeypatch):
-    monkeypatch.setattr(data.tokenizer, "_PIECE", 2)
+    monkeypatch.setattr(data.tokenizer_base, "_CHUNK", 2)
     tokenizer = build()
     assert len(list(tokenizer.encode_arrays("the return of the\nself"))) == 5
 

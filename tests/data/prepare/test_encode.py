@@ -225,7 +225,7 @@ def test_documents_of_the_pile_have_the_ids_of_encode_ordinary(gpt2_ranks, tmp_p
     of_tiktoken = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={})
     save_tokenizer(tokenizer, tmp_path / "tokenizer.json")
     source = jsonl(CORPORA / "pile_sample.jsonl.zst")
-    texts = (source.parse(raw).text for raw in source.documents())
+    texts = (source.parse(raw).content for raw in source.documents())
     batches = encode_all(source, source.documents(), tmp_path / "tokenizer.json", 1)
     for _ in range(5):
         for item in items_of([next(batches)]):

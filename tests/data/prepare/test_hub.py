@@ -37,7 +37,7 @@ def source(folder, **settings):
 
 
 def texts(source, after=None):
-    return [source.parse(raw).text for raw in source.documents(after=after)]
+    return [source.parse(raw).content for raw in source.documents(after=after)]
 
 
 def test_a_folder_is_read_in_order(folder):

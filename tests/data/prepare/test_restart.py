@@ -34,7 +34,7 @@ KILLS = 8
 DRIVER = """
 import runpy, sys
 import data.prepare.spans, data.prepare.encode
-data.prepare.spans._GROUP_BYTES = 500_000
+data.prepare.spans._SECTION_BYTES = 500_000
 data.prepare.encode._BATCH_CHARACTERS = 20_000
 sys.argv[0] = "scripts/prepare_data.py"
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -52,7 +52,7 @@ os.rename = interrupting  # of the first span
 
 @pytest.fixture
 def large(tmp_path):
-    """40,000 short documents in three files, which are two groups, some unreadable."""
+    """40,000 short documents in three files, which are two sections, some unreadable."""
     rng = random.Random(0)
     texts = [f"{i} " + "word " * rng.randrange(40) for i in range(40_000)]
     lines = [json.dumps({"text": text, "meta": {"pile_set_name": f"set {i % 5}"}}) for i, text in enumerate(texts)]
@@ -244,19 +244,21 @@ def test_restarts_of_something_else_are_refused(config, corpus, tmp_path, monkey
     usual = {"data": {"name": "jsonl", "path": str(tmp_path / "*.jsonl")}, "shard_tokens": 1000}
 
     def refused(message, **changes):
-        with pytest.raises(UserError, match=rf"was started {message}: use the same again, or delete it to start over"):
+        with pytest.raises(
+            UserError, match=rf"was started with {message}: use the same again, or delete it to start over"
+        ):
             prepare(config(**usual | changes))
 
     stop_in_the_middle(config(**usual), monkeypatch)
     before, content = bytes_below(tmp_path / "out.partial"), corpus.read_bytes()
-    refused(r"with val_fraction=0\.1 \(now 0\.3\)", val_fraction=0.3)
-    refused(r"with shard_tokens=1000 \(now 2000\)", shard_tokens=2000)
+    refused(r"val_fraction=0\.1 \(now 0\.3\)", val_fraction=0.3)
+    refused(r"shard_tokens=1000 \(now 2000\)", shard_tokens=2000)
     other = {"name": "gpt2", "path": str(rank_file)}
-    refused(r"with .*sha256 of the tokenizer's ranks='\w+' \(now '\w+'\).*", tokenizer=other)
+    refused(r".*sha256 of the tokenizer's ranks='\w+' \(now '\w+'\).*", tokenizer=other)
     corpus.write_bytes(content + b"{}\n")
-    refused(r"before 1 input file changed, such as .*corpus\.jsonl")
+    refused(r"input\..*corpus\.jsonl=\d+ \(now \d+\)")
     corpus.rename(tmp_path / "another.jsonl")
-    refused(r"before 2 input files changed, such as .*another\.jsonl")
+    refused(r"input\..*another\.jsonl=None \(now \d+\), input\..*corpus\.jsonl=\d+ \(now None\)")
     (tmp_path / "another.jsonl").rename(corpus)
     corpus.write_bytes(content)
     assert bytes_below(tmp_path / "out.partial") == before
