@@ -143,11 +143,6 @@ def drawn(seed):
 TWO = [USER, 1, ASSISTANT, 2, 3, END, USER, 4, ASSISTANT, 5, END, EOT, 6, 7, EOT, SYSTEM, 8, USER, 0, ASSISTANT, 1, END]
 
 
-def test_the_definition_counts_answers_and_their_end():
-    counted = [TWO[i + 1] for i, target in enumerate(targets_by_definition(TWO)) if target != IGNORED]
-    assert counted == [2, 3, END, 5, END, 1, END]
-
-
 @pytest.mark.parametrize("seq_len", [1, 2, 3, 7, 64])
 @pytest.mark.parametrize("ids", [TWO, [1, 2, *TWO], *map(drawn, range(5))])
 def test_windows_count_the_tokens_of_answers_wherever_they_begin(ids, seq_len, monkeypatch):

@@ -298,21 +298,3 @@ def test_where_a_connection_breaks_the_row_is_named_and_the_next_run_goes_on(mon
     read(False, raws[-1].position)
     assert [raw.position for raw in raws] == [(source.path, number) for number in range(after + 1, 101)]
     assert list(map(source.parse, raws)) == [Document(f"text {i}", "Github") for i in range(after, 100)]
-
-
-def test_pile_with_a_wrong_line_is_named(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a"}\n{wrong\n')
-    with pytest.raises(UserError, match=r"data\.path=json fails at row 1 \(.*JSON.* with data=jsonl"):
-        parsed(HubSource(name="pile", path="json", data_files=str(path)))
-
-
-def test_pile_that_cannot_be_opened(monkeypatch):
-    import datasets
-
-    def load_dataset(*_, **__):
-        raise RuntimeError("Dataset scripts are no longer supported")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(UserError, match=r"opened \(Dataset scripts are no longer supported\): check the network, data"):
-        list(HubSource(name="pile", path="a/pile").documents())

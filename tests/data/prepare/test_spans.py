@@ -120,18 +120,6 @@ def test_spans_of_another_task_are_not_written_again(make, tmp_path, monkeypatch
     assert set(before.values()) <= {path.stat().st_ino for path in (tmp_path / "out").iterdir()}
 
 
-def test_a_task_that_sees_all_spans_when_another_has_finished_is_done_too(make, tmp_path, monkeypatch):
-    finish, seen = data.prepare.dataset.finish, []
-
-    def twice(*args):
-        seen.extend([finish(*args), finish(*args)])
-        return seen[-1]
-
-    monkeypatch.setattr(data.prepare.dataset, "finish", twice)
-    assert make("out") == seen[0] == seen[1]
-    assert not (tmp_path / "out.partial").exists()
-
-
 def without_locks(*_):
     raise OSError("no locks here")
 
