@@ -93,7 +93,7 @@ class Shard(Strict):
 
 
 class Split(Strict):
-    """The training or the validation part."""
+    """The training or the validation documents."""
 
     sets: dict[str, Counts]
     shards: list[Shard]

@@ -81,9 +81,9 @@ class SampleConfig(SamplingConfig, ModelConfig, defaults="sample"):
             "prompt_file": self.prompt_file,
             "prompts_file": self.prompts_file,
         }
-        given = [key for key, value in prompts.items() if value]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are both given: give one")
+        keys = [key for key, value in prompts.items() if value]
+        if len(keys) > 1:
+            raise ValueError(f"{' and '.join(keys)} are both given: give one")
         if self.system and not self.interactive:
             raise ValueError(
                 "system is for conversations: give interactive=true too, or put it into prompt"

@@ -165,11 +165,11 @@ def writing(folder: Path, task_index: int) -> Iterator[None]:
             f"{folder}, where this dataset would be written, holds {foreign[0]}: rename that folder"
         )
     make_directory(folder, "out_dir")
-    taken = (
+    refusal = (
         f"{folder} is being written by another process with task_index={task_index}: "
         "wait until it is done"
     )
-    with owned(folder / f"task-{task_index:05}.lock", lambda: taken):
+    with owned(folder / f"task-{task_index:05}.lock", lambda: refusal):
         try:
             yield
         except OSError as error:

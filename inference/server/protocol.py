@@ -163,7 +163,7 @@ class ChatRequest(_Shared):
             most = max(1, min(most, max_len - len(ids)))
         wants_logprobs = self.logprobs or self.top_logprobs > 0
         return CompletionRequest(
-            **{key: getattr(self, key) for key in _Shared.model_fields},
+            **{key: value for key, value in self if key in _Shared.model_fields},
             prompt=[ids],
             max_tokens=self.max_completion_tokens or self.max_tokens or most,
             logprobs=self.top_logprobs if wants_logprobs else None,

@@ -65,7 +65,7 @@ class CompletionResponse:
         return self._head | {"choices": choices, "usage": self._usage()}
 
     def chunk(self, index: int, update: Update) -> JsonDict:
-        """The new part of a choice."""
+        """What is new in a choice."""
         return self._head | {"choices": [self._choice(index, update)]}
 
     def usage(self) -> JsonDict:
@@ -133,7 +133,7 @@ class ChatResponse(CompletionResponse):
     _prefix = "chatcmpl"
 
     def chunk(self, index: int, update: Update) -> JsonDict:
-        """The new part of a choice; only its first chunk has the role."""
+        """What is new in a choice; only its first chunk has the role."""
         choice = self._choice(index, update)
         delta = choice.pop("message")
         if index in self._begun:
