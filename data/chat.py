@@ -10,13 +10,13 @@ import numpy as np
 
 from common.settings import JsonDict, UserError
 from data.shards import TokenizerId, TokenStream
-from data.tokenizer import Tokenizer
+from data.tokenizer_base import Tokenizer
 
 MARKERS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 ROLES = ("system", "user", "assistant")
 NO_ROLE = "a message whose role is not system, user or assistant"
 _TOOLS = ("tool", "function", "ipython")
-_BLOCK = 1024  # tokens before a window that are read at a time
+_CHUNK = 1024  # tokens before a window that are read at a time
 
 
 class ChatTokenizer(Tokenizer):
@@ -33,17 +33,19 @@ class ChatTokenizer(Tokenizer):
                 "conversations need a tokenizer of texts: give tokenizer=bytes, gpt2 or hf"
             )
         markers = [marker.encode() for marker in MARKERS]
-        if own := {*markers} & {*inner.tokens}:
+        clashes = {*markers} & {*inner.tokens}
+        if clashes:
             raise UserError(
-                f"the tokenizer has a token {min(own).decode()} of its own: give one without it"
+                f"the tokenizer has a token {min(clashes).decode()} of its own: give one without it"
             )
         self.inner = inner
         self.name = f"{inner.name}+chat"
         self.tokens = [*inner.tokens, *markers]
         self.eot_id = inner.eot_id
-        self.role_ids = dict(zip(ROLES, range(inner.n_vocab, self.n_vocab), strict=False))
+        self.role_ids = {role: inner.n_vocab + i for i, role in enumerate(ROLES)}
         """The id of each role's marker."""
-        self.assistant_id, self.end_id = self.n_vocab - 2, self.n_vocab - 1
+        self.assistant_id = self.role_ids["assistant"]
+        self.end_id = self.n_vocab - 1
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -88,58 +90,66 @@ class ChatTokenizer(Tokenizer):
         """
         ids: list[int] = []
         for role, text in messages:
-            ids += [self.role_ids[role], *self.encode(text), *[self.end_id] * (role == "assistant")]
-        return [*ids, self.assistant_id] if answer else ids
+            ids += [self.role_ids[role], *self.encode(text)]
+            if role == "assistant":
+                ids.append(self.end_id)
+        if answer:
+            ids.append(self.assistant_id)
+        return ids
 
 
 def parse_message(message: Any) -> tuple[str, str]:
     """Return (role, text) of a message, as OpenAI writes it: {"role": "user", "content": "Hello"}.
 
-    A developer's message is one of the system; a content in parts is joined.
+    A developer's message is one of the system; a content that is a list of texts is joined.
 
     Raises:
         UserError: it is something else. Equal mistakes have equal texts.
         UnicodeEncodeError: its text has half a character, such as JSON's "\\ud800".
     """
     role = message.get("role") if isinstance(message, dict) else None
-    role = "system" if role == "developer" else role
-    if role in _TOOLS or (
-        role == "assistant" and (message.get("tool_calls") or message.get("function_call"))
-    ):
+    if role == "developer":
+        role = "system"
+    if role in _TOOLS:
         raise UserError("a message to or from a tool")
     if role not in ROLES:
         raise UserError(NO_ROLE)
+    if role == "assistant" and (message.get("tool_calls") or message.get("function_call")):
+        raise UserError("a message to or from a tool")
     content = message.get("content")
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts: list[Any] = [
-        part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"
-    ]
-    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-        raise UserError("a message whose content is not text")
+    items = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = []
+    for item in items:
+        is_text = isinstance(item, dict) and item.get("type") == "text"
+        if not is_text or not isinstance(item.get("text"), str):
+            raise UserError("a message whose content is not text")
+        texts.append(item["text"])
     text = "".join(texts)
     text.encode()  # not all tokenizers do
     return role, text
 
 
 def in_answers(stream: TokenStream, start: int, ids: np.ndarray) -> np.ndarray:
-    """Return whether the token after each of `ids` (n,), the tokens of a stream from `start` on, is of an answer.
+    """Return whether the token after each of `ids` (n,) is part of an answer, bool (n,).
 
-    The last marker or <|endoftext|> decides: tokens after that of the assistant are its answer, <|end|> included.
+    The last marker or <|endoftext|> decides: tokens after the assistant's marker are its answer,
+    <|end|> included.
 
-    Returns:
-        bool (n,).
+    Args:
+        start: where `ids` begin in the stream.
     """
     first_marker = stream.n_vocab - len(MARKERS)
-    assistant = first_marker + MARKERS.index("<|assistant|>")
+    assistant_id = first_marker + MARKERS.index("<|assistant|>")
 
-    def decides(ids: np.ndarray) -> np.ndarray:
-        return (ids >= first_marker) | (ids == stream.eot_id)
+    def decides(tokens: np.ndarray) -> np.ndarray:
+        return (tokens >= first_marker) | (tokens == stream.eot_id)
 
-    earlier = ids[:0]
-    while (stop := start - earlier.size) and not decides(earlier).any():
-        earlier = np.concatenate(
-            [stream.read(max(0, stop - max(_BLOCK, earlier.size)), stop), earlier]
-        )
-    both = np.concatenate([earlier, ids])
-    last = np.maximum.accumulate(np.where(decides(both), np.arange(both.size), 0))
-    return (both[last] == assistant)[earlier.size :]
+    context = ids[:0]
+    while context.size < start and not decides(context).any():
+        stop = start - context.size
+        n_more = max(_CHUNK, context.size)  # twice as many every time
+        context = np.concatenate([stream.read(max(0, stop - n_more), stop), context])
+    tokens = np.concatenate([context, ids])
+    places = np.where(decides(tokens), np.arange(tokens.size), 0)
+    last_place = np.maximum.accumulate(places)
+    return (tokens[last_place] == assistant_id)[context.size :]

@@ -1,4 +1,4 @@
-"""Finds documents in the shards of a dataset: where each is in its split, and which input it came from."""
+"""Finds documents in the shards of a dataset: where each is in its split, and its input."""
 
 import bisect
 from collections.abc import Iterator
@@ -26,36 +26,49 @@ class Origin(NamedTuple):
 def documents_in(
     dataset_dir: Path, manifest: Manifest, split: SplitName, start: int, stop: int
 ) -> Iterator[Origin]:
-    """Yield the documents that tokens [start, stop) of a split belong to, in order; the split may end before.
+    """Yield the documents that tokens [start, stop) of a split belong to, in order.
+
+    `stop` may lie behind the end of the split.
 
     Raises:
         UserError: an index is damaged.
     """
-    shards, ends = manifest.splits[split].shards, manifest.splits[split].ends
-    for place in range(bisect.bisect_right(ends, start), len(shards)):
-        shard, begin = shards[place], ends[place] - shards[place].tokens
-        first, last = max(start - begin, 0), min(stop - begin, shard.tokens)
+    shards = manifest.splits[split].shards
+    shard_ends = manifest.splits[split].ends
+    for shard_number in range(bisect.bisect_right(shard_ends, start), len(shards)):
+        shard = shards[shard_number]
+        offset = shard_ends[shard_number] - shard.tokens
+        first = max(start - offset, 0)
+        last = min(stop - offset, shard.tokens)
         if first >= last:
             return
-        names = [manifest.set_names[number] for number in manifest.sets_of(shard)]
-        records, token = _find(dataset_dir, manifest, shard, first, last)
-        for end, input_, number, set_ in records.tolist():
-            yield Origin(begin + token, begin + end, names[set_], manifest.inputs[input_], number)
-            token = end
+        set_names = [manifest.set_names[number] for number in shard.sets]
+        records, document_start = _find(dataset_dir, manifest, shard, first, last)
+        for end, input_number, number, set_number in records.tolist():
+            input_name = manifest.inputs[input_number]
+            yield Origin(
+                offset + document_start, offset + end, set_names[set_number], input_name, number
+            )
+            document_start = end
 
 
 def _find(
     dataset_dir: Path, manifest: Manifest, shard: Shard, first: int, last: int
 ) -> tuple[np.ndarray, int]:
-    """Return the records of the documents that a shard's tokens [first, last) belong to, and where they begin."""
+    """Return the records of the documents that a shard's tokens [first, last) belong to.
+
+    Also return the token at which the first of them begins.
+    """
     index = open_index(dataset_dir, shard)
     number = bisect.bisect_right(index["end"][:-1], first)
     begin = int(index["end"][number - 1]) if number else 0
     records = index[number : number + last - first]  # each document has at least one token
     ends = records["end"]
-    wrong = wrong_record(records, begin, manifest, shard)
-    if wrong or not begin <= first < ends[0] or ends[-1] < last:
-        raise damaged(dataset_dir / shard.index_file, wrong or "documents are not in order")
+    problem = wrong_record(records, begin, manifest, shard)
+    if problem is None and not (begin <= first < ends[0] and last <= ends[-1]):
+        problem = "documents are not in order"
+    if problem is not None:
+        raise damaged(dataset_dir / shard.index_file, problem)
     return records[: np.searchsorted(ends, last) + 1], begin
 
 
@@ -74,7 +87,7 @@ def open_index(dataset_dir: Path, shard: Shard) -> np.ndarray:
 
 
 def read_index(dataset_dir: Path, manifest: Manifest, shard: Shard) -> np.ndarray:
-    """Return the whole index of a shard, RECORD (documents,), after checking its sum and every record.
+    """Return the whole index of a shard, RECORD (documents,), after checking its sum and records.
 
     Raises:
         UserError: it is damaged.
@@ -83,40 +96,51 @@ def read_index(dataset_dir: Path, manifest: Manifest, shard: Shard) -> np.ndarra
     path = dataset_dir / file
     check_file(path, size, sha256)
     records = open_index(dataset_dir, shard)
-    if wrong := wrong_record(records, 0, manifest, shard):
-        raise damaged(path, wrong)
-    if (end := int(records["end"][-1])) != shard.tokens:
+    problem = wrong_record(records, 0, manifest, shard)
+    if problem is not None:
+        raise damaged(path, problem)
+    end = int(records["end"][-1])
+    if end != shard.tokens:
         raise damaged(path, f"its last document ends at token {end} of {shard.tokens}")
     return records
 
 
 def wrong_record(records: np.ndarray, begin: int, manifest: Manifest, shard: Shard) -> str | None:
-    """Return why the first invalid record is invalid, or None. The first document begins at token `begin`."""
-    ends, inputs, sets = records["end"], records["input"], records["set"]
+    """Return why the first invalid record is invalid, or None.
+
+    The first document begins at token `begin`.
+    """
+    ends = records["end"]
     begins = np.concatenate([np.array([begin], ends.dtype), ends[:-1]])
-    for wrong, what in (
+    n_inputs = len(manifest.inputs)
+    n_sets = len(shard.sets)
+    checks = (
         (ends <= begins, "end at token {end}, where it begins or before"),
         (ends > shard.tokens, f"end at token {{end}} of {shard.tokens}"),
-        (inputs >= len(manifest.inputs), f"be from input {{input}} of {len(manifest.inputs)}"),
-        (sets >= (n_sets := len(manifest.sets_of(shard))), f"be of set {{set}} of {n_sets}"),
+        (records["input"] >= n_inputs, f"be from input {{input}} of {n_inputs}"),
+        (records["set"] >= n_sets, f"be of set {{set}} of {n_sets}"),
         (records["number"] == 0, "have the number {number} in its input"),
-    ):
-        if wrong.any():
-            return "a document is said to " + what.format_map(records[wrong.argmax()])
+    )
+    for is_wrong, description in checks:
+        if is_wrong.any():
+            record = records[is_wrong.argmax()]
+            return "a document is said to " + description.format_map(record)
     return None
 
 
 def sets_between(
     dataset_dir: Path, manifest: Manifest, split: SplitName, start: int, stop: int
 ) -> np.ndarray:
-    """Return the set of each token [start, stop) of a split, a number into set_names: int64 (stop - start,).
+    """Return the set of each token [start, stop) of a split, a number into set_names.
+
+    Returns:
+        int64 (stop - start,).
 
     Raises:
         UserError: an index is damaged.
     """
     sets = np.empty(stop - start, np.int64)
-    for place in documents_in(dataset_dir, manifest, split, start, stop):
-        sets[max(place.start - start, 0) : place.stop - start] = manifest.set_names.index(
-            place.set_name
-        )
+    for document in documents_in(dataset_dir, manifest, split, start, stop):
+        first = max(document.start - start, 0)
+        sets[first : document.stop - start] = manifest.set_names.index(document.set_name)
     return sets

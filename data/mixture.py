@@ -1,11 +1,16 @@
-"""Mixtures: each set of a dataset is drawn exactly in proportion to its weight, and any step can be computed alone.
+"""Mixtures: sets of a dataset are drawn exactly in proportion to their weights.
 
-owners      A window belongs to the set that most of its tokens are from, computed at the start from the indexes of the
-            shards. In memory, a window takes about five bytes, and eight more during the start.
-parts       A set's share of the sequences is its weight times the number of its windows, divided by the sum over sets.
-fair_order  The set of each sequence, such that every count is always less than 1 off its share: a table of one period,
-            after which every count equals its share and the order repeats.
-shuffled    The window of a set's n-th draw: each window once before any repeats, in a new order every time.
+Any step can be computed alone.
+
+owners      A window belongs to the set that most of its tokens are from, computed at the start from
+            the indexes of the shards. In memory, a window takes about five bytes, and eight more
+            during the start.
+quotas      Sequences of each set in a period. A set's share of the sequences is its weight times
+            the number of its windows, divided by the sum over sets.
+fair_order  The set of each sequence, such that every count is always less than 1 off its share: a
+            table of one period, after which every count equals its share and the order repeats.
+shuffled    The window of a set's n-th draw: each window once before any repeats, in a new order
+            every time.
 """
 
 import heapq
@@ -19,14 +24,17 @@ import numpy as np
 from pydantic import Field
 
 from common.console import Track
+from common.numbers import ceil_div
 from common.settings import Settings, UserError
 from data.documents import read_index
 from data.permutation import shuffled
 from data.shards import Manifest
 
 PERIOD = 1_000_000
-"""The order of sets repeats after at most this many sequences: shares without such a small common denominator are
-rounded to millionths."""
+"""The order of sets repeats after at most this many sequences.
+
+Shares without such a small common denominator are rounded to millionths.
+"""
 
 Weights = dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
 
@@ -35,15 +43,20 @@ class DataConfig(Settings, defaults="train:data"):
     """How training reads the dataset."""
 
     mixture: Weights | None
-    """Weights of the dataset's sets, such as {Pile-CC: 2, Github: 0.5}. A set's share of the sequences is its weight
-    times its windows, divided by the sum of that over all sets. Sets that are not named have weight 1; 0 leaves a set
-    out. A window of seq_len tokens belongs to the set that most of its tokens are from. null: the corpus as it is,
-    every window once an epoch."""
-    document_reset: bool
-    """Whether the documents of a window don't see each other: the <|endoftext|> that ends one begins the next."""
+    """Weights of the dataset's sets, such as {Pile-CC: 2, Github: 0.5}.
 
+    A set's share of the sequences is its weight times its windows, divided by the sum of that over
+    all sets. Sets that are not named have weight 1; 0 leaves a set out. A window of seq_len tokens
+    belongs to the set that most of its tokens are from. null: the corpus as it is, every window
+    once an epoch.
+    """
+    document_reset: bool
+    """Whether the documents of a window don't see each other.
+
+    The <|endoftext|> that ends a document begins the next.
+    """
     loss: Literal["all", "answers"]
-    """Which tokens are targets: all, or, in conversations, those of the assistant and <|end|> after them."""
+    """Which tokens are targets: all, or in conversations the assistant's and <|end|> after them."""
 
     def reset_at(self, eot_id: int) -> int | None:
         """The id of <|endoftext|> if documents are kept apart (document_reset), else None."""
@@ -61,12 +74,13 @@ class Mixture:
     def __init__(
         self, owners: np.ndarray, set_names: list[str], weights: Weights, seed: int
     ) -> None:
-        """Mix windows that belong to the sets `owners` (n_windows,), which are numbers into `set_names`.
+        """Mix windows that belong to the sets `owners` (n_windows,), numbers into `set_names`.
 
         Raises:
             UserError: a set with a weight has no windows, or all weights are 0.
         """
-        self.names, self.seed = set_names, seed
+        self.names = set_names
+        self.seed = seed
         counts = np.bincount(owners, minlength=len(set_names))
         by_set = np.argsort(owners, kind="stable").astype(np.min_scalar_type(owners.size))
         self._windows = np.split(by_set, np.cumsum(counts)[:-1])
@@ -74,38 +88,39 @@ class Mixture:
         sizes = dict(zip(set_names, counts.tolist(), strict=True))
         for name, weight in weights.items():
             if weight and not sizes[name]:
-                given = f"data.mixture gives {name!r} the weight {weight:g}"
                 raise UserError(
-                    f"{given}, but no window consists mostly of it: lower seq_len, or leave it out"
+                    f"data.mixture gives {name!r} the weight {weight:g}, but no window consists "
+                    "mostly of it: lower seq_len, or leave it out"
                 )
         amounts = [Fraction(str(weights.get(name, 1))) * size for name, size in sizes.items()]
         if not any(amounts):
             raise UserError(
                 "data.mixture leaves nothing to train on: give at least one set a weight above 0"
             )
-        self.parts = np.array(whole_parts(amounts))
+        self.quotas = np.array(whole_quotas(amounts))
         """Sequences of each set in a period."""
-        self._order, self._rank = fair_order(self.parts.tolist())
+        self._order, self._rank = fair_order(self.quotas.tolist())
 
     def shares(self, n: int) -> str:
-        """Each set's share of the first n sequences of a run, and its epochs."""
-        of_all = (self.parts / self.parts.sum()).tolist()
-        shares = zip(self.names, of_all, self._windows, strict=True)
-        sets = [(name, share, n * share / own.size) for name, share, own in shares if share]
-        return ", ".join(f"{name} {share:.3%} ({epochs(passes)})" for name, share, passes in sets)
+        """Return each set's share of the first n sequences of a run, and its epochs, in words."""
+        shares = (self.quotas / self.quotas.sum()).tolist()
+        descriptions = []
+        for name, share, windows in zip(self.names, shares, self._windows, strict=True):
+            if share:
+                descriptions.append(f"{name} {share:.3%} ({epochs(n * share / windows.size)})")
+        return ", ".join(descriptions)
 
     def windows(self, sequences: np.ndarray) -> np.ndarray:
-        """Return the window of each sequence of the run, counted from its first: int64 (n,) -> int64 (n,)."""
-        periods, within = np.divmod(sequences, self._order.size)
-        sets = self._order[within]
-        draws = periods * self.parts[sets] + self._rank[within]
+        """Return the window of each sequence, counted from the run's first: int64 (n,)."""
+        periods, places = np.divmod(sequences, self._order.size)
+        sets = self._order[places]
+        draws = periods * self.quotas[sets] + self._rank[places]
         windows = np.empty_like(sequences)
         for number in np.unique(sets).tolist():
-            now = sets == number
-            own = self._windows[number]
-            windows[now] = own[
-                shuffled(draws[now], own.size, key=f"{self.seed}/{self.names[number]}")
-            ]
+            is_drawn = sets == number
+            set_windows = self._windows[number]
+            key = f"{self.seed}/{self.names[number]}"
+            windows[is_drawn] = set_windows[shuffled(draws[is_drawn], set_windows.size, key)]
         return windows
 
 
@@ -118,9 +133,12 @@ def open_mixture(
         UserError: a set does not exist, all weights are 0, or an index is damaged.
     """
     split = manifest.splits["train"]
-    if unknown := sorted(weights.keys() - split.sets.keys()):
-        what = f"data.mixture gives a weight to {unknown[0]!r}, which is not a set of dataset_dir={dataset_dir}"
-        raise UserError(f"{what}: its sets are {', '.join(sorted(split.sets))}")
+    unknown = sorted(weights.keys() - split.sets.keys())
+    if unknown:
+        raise UserError(
+            f"data.mixture gives a weight to {unknown[0]!r}, which is not a set of "
+            f"dataset_dir={dataset_dir}: its sets are {', '.join(sorted(split.sets))}"
+        )
     n_windows = (split.total.tokens - 1) // seq_len
     documents = _documents(dataset_dir, manifest)
     owners = owners_of_windows(documents, len(manifest.set_names), n_windows, seq_len)
@@ -128,86 +146,95 @@ def open_mixture(
 
 
 def _documents(dataset_dir: Path, manifest: Manifest) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the ends of the training documents in their split, and their sets, a shard at a time."""
-    begin, split = 0, manifest.splits["train"]
+    """Yield the ends of the training documents in their split, and their sets, shard by shard."""
+    split = manifest.splits["train"]
+    shard_start = 0
     with Track("finding the sets of windows, documents", split.total.documents) as track:
         for shard in split.shards:
             records = read_index(dataset_dir, manifest, shard)
-            yield (
-                begin + records["end"].astype(np.int64),
-                np.array(manifest.sets_of(shard))[records["set"]],
-            )
+            ends = shard_start + records["end"].astype(np.int64)
+            yield ends, np.array(shard.sets)[records["set"]]
             track.advance(records.size)
-            begin += shard.tokens
+            shard_start += shard.tokens
 
 
 def owners_of_windows(
     documents: Iterable[tuple[np.ndarray, np.ndarray]], n_sets: int, n_windows: int, seq_len: int
 ) -> np.ndarray:
-    """Return the set that most tokens of each window are from, (n_windows,); ties go to the highest number.
+    """Return the set that most tokens of each window are from, (n_windows,).
+
+    Of sets with equally many tokens, it is the one with the highest number.
 
     Args:
-        documents: ends (n,), in tokens from the first, and sets (n,) of documents in order, int64, many at a time.
+        documents: ends (n,), in tokens from the first, and sets (n,) of documents in order, int64,
+            many at a time.
     """
     owners = np.empty(n_windows, np.uint8 if n_sets <= 2**8 else np.uint16)
+    # Rows of (window * n_sets + set, tokens), for the window in which the last documents end.
+    unfinished = np.empty((0, 2), np.int64)
     begin = 0
-    unfinished = np.empty(
-        (0, 2), np.int64
-    )  # (window and set, tokens) of the window that the last documents end in
     for ends, sets in documents:
         borders = np.arange((begin // seq_len + 1) * seq_len, ends[-1], seq_len)
-        cuts = np.union1d(
-            ends, borders
-        )  # each piece between cuts is in one document and one window
+        # Between two cuts, all tokens are of one document and one window.
+        cuts = np.union1d(ends, borders)
+        sizes = np.diff(cuts, prepend=begin)
         windows = (cuts - 1) // seq_len
         pairs = windows * n_sets + sets[np.searchsorted(ends, cuts)]
-        pieces = np.stack([pairs, np.diff(cuts, prepend=begin)], axis=1)
-        pieces = np.concatenate([unfinished, pieces])
-        unfinished = pieces[pieces[:, 0] // n_sets == windows[-1]]
-        pairs, which = np.unique(pieces[:, 0], return_inverse=True)
-        pairs = pairs[np.argsort(np.bincount(which, weights=pieces[:, 1]), kind="stable")]
+        overlaps = np.concatenate([unfinished, np.stack([pairs, sizes], axis=1)])
+        unfinished = overlaps[overlaps[:, 0] // n_sets == windows[-1]]
+        pairs, index = np.unique(overlaps[:, 0], return_inverse=True)
+        tokens_of_pair = np.bincount(index, weights=overlaps[:, 1])
+        pairs = pairs[np.argsort(tokens_of_pair, kind="stable")]
         pairs = pairs[pairs < n_windows * n_sets]
-        owners[pairs // n_sets] = (
-            pairs % n_sets
-        )  # the largest set of a window comes last and remains
+        # The largest set of a window comes last and remains.
+        owners[pairs // n_sets] = pairs % n_sets
         begin = int(ends[-1])
     return owners
 
 
-def whole_parts(amounts: list[Fraction]) -> list[int]:
-    """Integers in the ratio of `amounts`, with a sum of at most about PERIOD; an amount above 0 gives at least 1."""
+def whole_quotas(amounts: list[Fraction]) -> list[int]:
+    """Return integers in the ratio of `amounts`, with a sum of at most about PERIOD.
+
+    An amount above 0 gives at least 1.
+    """
     denominator = math.lcm(*(amount.denominator for amount in amounts))
-    whole = [int(amount * denominator) for amount in amounts]
-    divisor = math.gcd(*whole)
-    total = sum(whole) // divisor
+    integers = [int(amount * denominator) for amount in amounts]
+    divisor = math.gcd(*integers)
+    integers = [n // divisor for n in integers]
+    total = sum(integers)
     if total <= PERIOD:
-        return [n // divisor for n in whole]
-    return [max(1, round(Fraction(n // divisor * PERIOD, total))) if n else 0 for n in whole]
+        return integers
+    return [max(1, round(Fraction(n * PERIOD, total))) if n else 0 for n in integers]
 
 
-def fair_order(parts: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Order sum(parts) draws, parts[s] of them from set s, such that each set has its share at any time.
+def fair_order(quotas: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Order sum(quotas) draws, quotas[s] of them from set s: each set has its share at any time.
 
-    After any n draws, the count of s is n * parts[s] / sum(parts) rounded up or down: the j-th draw of s, from 0, must
-    not come before its share exceeds j, nor after it reaches j + 1. Of the draws that may come, the one with the
-    earliest deadline comes first, and none is late (such an order exists: Tijdeman, The chairman assignment problem,
-    1980; this rule finds it if it exists: Glover, Maximum matching in a convex bipartite graph, 1967).
+    After any n draws, the count of s is n * quotas[s] / sum(quotas) rounded up or down: the j-th
+    draw of s, from 0, must not come before its share exceeds j, nor after it reaches j + 1. Of the
+    draws that may come, the one with the earliest deadline comes first, and none is late. Such an
+    order exists (Tijdeman, The chairman assignment problem, 1980), and this rule finds it if it
+    exists (Glover, Maximum matching in a convex bipartite graph, 1967).
 
     Returns:
         the set of each draw, and the number of earlier draws of this set.
     """
-    total = sum(parts)
-    order, rank = np.empty(total, np.int64), np.empty(total, np.int64)
-    waiting = [
-        (0, number, 0) for number, part in enumerate(parts) if part
-    ]  # (earliest place, set, its draws so far)
-    due: list[tuple[int, int, int]] = []  # (the place it must come before, set, its draws so far)
+    total = sum(quotas)
+    order = np.empty(total, np.int64)
+    rank = np.empty(total, np.int64)
+    # Entries are (place, set, draws of it so far). The next draw of a set waits until its earliest
+    # place, and is then due before its deadline.
+    waiting = [(0, number, 0) for number, quota in enumerate(quotas) if quota]
+    due: list[tuple[int, int, int]] = []
     for place in range(total):
         while waiting and waiting[0][0] <= place:
-            _, number, done = heapq.heappop(waiting)
-            heapq.heappush(due, (-(-(done + 1) * total // parts[number]), number, done))
-        _, number, done = heapq.heappop(due)
-        order[place], rank[place] = number, done
-        if done + 1 < parts[number]:
-            heapq.heappush(waiting, ((done + 1) * total // parts[number], number, done + 1))
+            _, number, n_drawn = heapq.heappop(waiting)
+            deadline = ceil_div((n_drawn + 1) * total, quotas[number])
+            heapq.heappush(due, (deadline, number, n_drawn))
+        _, number, n_drawn = heapq.heappop(due)
+        order[place] = number
+        rank[place] = n_drawn
+        n_drawn += 1
+        if n_drawn < quotas[number]:
+            heapq.heappush(waiting, (n_drawn * total // quotas[number], number, n_drawn))
     return order, rank

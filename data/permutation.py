@@ -6,21 +6,24 @@ import numpy as np
 
 
 def shuffled(places: np.ndarray, n: int, key: str) -> np.ndarray:
-    """Return the members at `places`, int64 (m,), of an endless sequence of different shuffles of range(n)."""
-    rounds, within = np.divmod(places, n)
-    members = np.empty_like(within)
-    for number in np.unique(rounds).tolist():
-        now = rounds == number
-        members[now] = permute(within[now], n, key=f"{key}/{number}")
+    """Return the members at `places` of an endless sequence of different shuffles of range(n).
+
+    int64 (m,) -> int64 (m,).
+    """
+    shuffles, places_within = np.divmod(places, n)
+    members = np.empty_like(places_within)
+    for number in np.unique(shuffles).tolist():
+        is_here = shuffles == number
+        members[is_here] = permute(places_within[is_here], n, key=f"{key}/{number}")
     return members
 
 
 def permute(places: np.ndarray, n: int, key: str) -> np.ndarray:
-    """Return where a permutation of range(n) puts `places`, int64 (m,) -> int64 (m,), without a table.
+    """Return where a permutation of range(n) puts `places`, without a table.
 
-    A Feistel network permutes the next power of four; places that land outside range(n) pass through it again
-    until they are inside ("cycle walking"; Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). On
-    average that is less than four passes.
+    int64 (m,) -> int64 (m,). A Feistel network permutes the next power of four; places that land
+    outside range(n) pass through it again until they are inside ("cycle walking"; Black and
+    Rogaway, Ciphers with Arbitrary Finite Domains, 2002). On average that is less than four passes.
     """
     half_bits = np.uint64((max(n - 1, 1).bit_length() + 1) // 2)
     round_keys = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=64).digest(), "<u8")
@@ -33,9 +36,13 @@ def permute(places: np.ndarray, n: int, key: str) -> np.ndarray:
 
 
 def _feistel(values: np.ndarray, half_bits: np.uint64, round_keys: np.ndarray) -> np.ndarray:
-    """A bijection of the uint64 numbers below 4**half_bits: each round xors one half with a hash of the other."""
+    """Permute the uint64 numbers below 4**half_bits.
+
+    Each round xors one half of the bits with a hash of the other half.
+    """
     mask = (np.uint64(1) << half_bits) - np.uint64(1)
-    left, right = values >> half_bits, values & mask
+    left = values >> half_bits
+    right = values & mask
     for round_key in round_keys:
         left, right = right, left ^ (_mix(right + round_key) & mask)
     return (left << half_bits) | right

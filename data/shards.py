@@ -1,14 +1,14 @@
-"""The dataset directory: shards of token ids, indexes of their documents, and a manifest that counts and checksums all.
+"""The dataset directory: shards of token ids, indexes of their documents, and a manifest.
 
-manifest.json               what follows, as JSON
-tokenizer.json              the tokenizer that made the ids
-train-00000.bin ...         token ids, little-endian, 2 bytes each (4 if n_vocab needs it); every document is ended
-val-00000.bin ...           by <|endoftext|>. A document never spans two shards
-train-00000.idx ...         which documents these are: HEADER (32 bytes), then a RECORD (22 bytes) for each, in order
-val-00000.idx ...
+manifest.json          what follows, as JSON: counts and checksums of everything
+tokenizer.json         the tokenizer that made the ids
+train-00000.bin ...    token ids, little-endian, 2 bytes each (4 if n_vocab needs it). Every
+val-00000.bin ...      document is ended by <|endoftext|>, and lies in one shard
+train-00000.idx ...    which documents these are: HEADER (32 bytes), then a RECORD (22 bytes) for
+val-00000.idx ...      each, in order
 
-data/prepare/spans.py writes shards, data/documents.py finds documents in them, data/prepare/verify.py recomputes
-what the manifest says. Version 2 of the manifest, which has no sets in its shards, is read too.
+data/prepare/spans.py writes shards, data/documents.py finds documents in them, and
+data/prepare/verify.py recomputes what the manifest says.
 """
 
 import bisect
@@ -16,7 +16,7 @@ import functools
 import hashlib
 import itertools
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,17 +26,23 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from common.files import file_size, read_json, sha256_file
 from common.settings import JsonDict, Settings, UserError, decode
 
-_INDEX_VERSION = 2
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 
 HEADER = struct.Struct("<8sIIQQ")
 """The header of an index: magic, format version, bytes of an id in the .bin, n_vocab, 0."""
 MAGIC = b"LOGGPTIX"
+_INDEX_VERSION = 2
 RECORD = np.dtype([("end", "<u8"), ("input", "<u4"), ("number", "<u8"), ("set", "<u2")])
-"""A document: its end in its shard, in tokens, <|endoftext|> included; its input, a number into the manifest's inputs,
-and its number in that input, from 1; its set, a number into `Manifest.sets_of` its shard."""
+"""A document.
+
+end: its end in its shard, in tokens, <|endoftext|> included.
+input: a number into the manifest's inputs.
+number: its number in that input, from 1.
+set: a number into `Shard.sets`.
+"""
 MAX_SETS = 2**16
+_VERSION = 3  # of the manifest
 
 
 def _printable(name: str) -> str:
@@ -77,8 +83,8 @@ class Shard(Strict):
     documents: PositiveCount
     sha256: Sha256
     index_sha256: Sha256
-    sets: list[Count] | None = None
-    """For each set number of the index, a number into the manifest's set_names. None: the same numbers (version 2)."""
+    sets: list[Count]
+    """For each set number of the index, a number into the manifest's set_names."""
 
     @property
     def index_file(self) -> str:
@@ -87,7 +93,7 @@ class Shard(Strict):
 
 
 class Split(Strict):
-    """The training or the validation part."""
+    """The training or the validation documents."""
 
     sets: dict[str, Counts]
     shards: list[Shard]
@@ -125,7 +131,7 @@ class TokenizerId(Strict):
 class Manifest(Strict):
     """The contents of a dataset directory."""
 
-    format_version: Literal[2, 3] = 3
+    format_version: Literal[3] = 3
     tokenizer: TokenizerId
     inputs: list[str]
     """The files or other sources that were read, in order."""
@@ -147,21 +153,20 @@ class Manifest(Strict):
                     raise ValueError(
                         f"shard {i} of {name} is {shard.file!r}, must be {shard_file(name, i)!r}"
                     )
-                sets = shard.sets or []
-                is_valid = len({*sets}) == len(sets) and all(
-                    number < len(self.set_names) for number in sets
-                )
-                if not is_valid or (shard.sets is None) != (self.format_version == 2):
-                    where = f"shard {shard.file} of format version {self.format_version}"
-                    raise ValueError(f"{where} has the sets {shard.sets} of {len(self.set_names)}")
-            if unknown := sorted(split.sets.keys() - set(self.set_names)):
+                is_unique = len({*shard.sets}) == len(shard.sets)
+                if not is_unique or max(shard.sets, default=0) >= len(self.set_names):
+                    raise ValueError(
+                        f"shard {shard.file} has the sets {shard.sets} of {len(self.set_names)}"
+                    )
+            unknown = sorted(split.sets.keys() - set(self.set_names))
+            if unknown:
                 raise ValueError(f"set {unknown[0]!r} of {name} is not in set_names")
-            counted = split.total
-            for unit in ("tokens", "documents"):
-                in_sets, in_shards = (
-                    getattr(counted, unit),
-                    sum(getattr(shard, unit) for shard in split.shards),
-                )
+            n_tokens = sum(shard.tokens for shard in split.shards)
+            n_documents = sum(shard.documents for shard in split.shards)
+            for unit, in_sets, in_shards in (
+                ("tokens", split.total.tokens, n_tokens),
+                ("documents", split.total.documents, n_documents),
+            ):
                 if in_sets != in_shards:
                     raise ValueError(
                         f"{unit} of {name}: {in_sets} in its sets, {in_shards} in its shards"
@@ -182,26 +187,25 @@ class Manifest(Strict):
             (shard.index_file, index_size, shard.index_sha256),
         ]
 
-    def sets_of(self, shard: Shard) -> Sequence[int]:
-        """Return the number into set_names of each set number in the index of a shard."""
-        return range(len(self.set_names)) if shard.sets is None else shard.sets
-
     @property
     def fingerprint(self) -> str:
-        """A hex digest of tokenizer, tokens and sets: a run continues only on a dataset with the same fingerprint."""
+        """A hex digest of tokenizer, tokens and sets. A run continues only on an equal dataset."""
         lines = [self.tokenizer.sha256, *self.set_names]
         for name, split in sorted(self.splits.items()):
             for shard in split.shards:
-                sets = "" if shard.sets is None else f" {shard.sets}"
-                lines.append(f"{name} {shard.sha256} {shard.index_sha256}{sets}")
+                lines.append(f"{name} {shard.sha256} {shard.index_sha256} {shard.sets}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def total_of(amounts: Iterable[Counts]) -> Counts:
     """Return the sum of amounts."""
-    found = list(amounts)
-    sums = {name: sum(getattr(each, name) for each in found) for name in Counts.model_fields}
-    return Counts.model_construct(**sums)  # unchecked: the sums are compared with the shards later
+    tokens = documents = utf8_bytes = 0
+    for counts in amounts:
+        tokens += counts.tokens
+        documents += counts.documents
+        utf8_bytes += counts.utf8_bytes
+    # Unchecked: the sums are compared with the shards later.
+    return Counts.model_construct(tokens=tokens, documents=documents, utf8_bytes=utf8_bytes)
 
 
 def shard_file(split: SplitName, number: int) -> str:
@@ -241,13 +245,17 @@ def parse_manifest(dataset_dir: Path) -> Manifest:
     """
     path = dataset_dir / MANIFEST
     if file_size(path) is None:
-        remedy = "give the folder that scripts/prepare_data.py made, where it is now (its --help has examples)"
-        raise UserError(f"dataset_dir={dataset_dir} does not exist or has no {MANIFEST}: {remedy}")
+        raise UserError(
+            f"dataset_dir={dataset_dir} does not exist or has no {MANIFEST}: give the folder that "
+            "scripts/prepare_data.py made, where it is now (its --help has examples)"
+        )
     raw = read_json(path)
     version = raw.get("format_version") if isinstance(raw, dict) else None
-    if version not in (2, 3):
-        given = f"format version {repr(version)[:40]}, this program reads 2 and 3"
-        raise UserError(f"{path} has {given}: prepare it again")
+    if version != _VERSION:
+        raise UserError(
+            f"{path} has format version {repr(version)[:40]}, this program reads {_VERSION}: "
+            "prepare it again"
+        )
     try:
         return decode(Manifest, raw)
     except UserError as error:
@@ -256,11 +264,15 @@ def parse_manifest(dataset_dir: Path) -> Manifest:
 
 def check_file(path: Path, size: int, sha256: str | None = None) -> None:
     """Check the size of a file in bytes, and its sha256 if given; raises UserError."""
-    if (found := file_size(path)) != size:
-        what = "is missing" if found is None else f"has {found} bytes"
+    actual_size = file_size(path)
+    if actual_size != size:
+        what = "is missing" if actual_size is None else f"has {actual_size} bytes"
         raise UserError(f"{path} {what}, the manifest says {size} bytes: prepare the dataset again")
-    if sha256 is not None and (now := sha256_file(path)) != sha256:
-        raise damaged(path, f"its sha256 is {now}, the manifest says {sha256}")
+    if sha256 is None:
+        return
+    actual_sha256 = sha256_file(path)
+    if actual_sha256 != sha256:
+        raise damaged(path, f"its sha256 is {actual_sha256}, the manifest says {sha256}")
 
 
 def damaged(path: Path, why: str) -> UserError:
@@ -286,8 +298,10 @@ class TokenStream:
             UserError: the loss is on answers, and the dataset has none.
         """
         if loss == "answers" and not manifest.tokenizer.markers:
-            what = f"data.loss=answers needs conversations, and dataset_dir={dataset_dir} has none"
-            raise UserError(f"{what}: prepare it with data=chat, or use data.loss=all")
+            raise UserError(
+                f"data.loss=answers needs conversations, and dataset_dir={dataset_dir} has none: "
+                "prepare it with data=chat, or use data.loss=all"
+            )
         self.loss = loss
         shards = manifest.splits[split].shards
         self.split = split
@@ -305,18 +319,19 @@ class TokenStream:
             UserError: a shard is shorter than its manifest says, or holds invalid token ids.
         """
         assert 0 <= start <= stop <= self.n_tokens, (start, stop, self.n_tokens)
-        parts = [np.empty(0, np.int64)]
+        arrays = [np.empty(0, np.int64)]
         shard = bisect.bisect_right(self._ends, start)
         while start < stop:
-            begin = self._ends[shard - 1] if shard else 0
-            count = min(stop, self._ends[shard]) - start
-            part = np.fromfile(
-                self._paths[shard], self.dtype, count, offset=(start - begin) * self.dtype.itemsize
-            )
-            if part.size < count:
-                raise damaged(self._paths[shard], "it is shorter than its manifest says")
-            if int(part.max()) >= self.n_vocab:
-                raise damaged(self._paths[shard], "it holds ids that its tokenizer does not have")
-            parts.append(part.astype(np.int64))
-            start, shard = start + count, shard + 1
-        return np.concatenate(parts)
+            path = self._paths[shard]
+            shard_start = self._ends[shard - 1] if shard else 0
+            offset = (start - shard_start) * self.dtype.itemsize
+            n = min(stop, self._ends[shard]) - start
+            ids = np.fromfile(path, self.dtype, n, offset=offset)
+            if ids.size < n:
+                raise damaged(path, "it is shorter than its manifest says")
+            if int(ids.max()) >= self.n_vocab:
+                raise damaged(path, "it holds ids that its tokenizer does not have")
+            arrays.append(ids.astype(np.int64))
+            start += n
+            shard += 1
+        return np.concatenate(arrays)

@@ -5,7 +5,6 @@ import functools
 import hashlib
 import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,24 +15,22 @@ from pydantic import Field, NonNegativeInt, model_validator
 
 from common.files import open_file, read_json, write_atomic
 from common.settings import JsonDict, Settings, UserError, decode
-from data.shards import Strict, TokenizerId
+from data.chat import MARKERS, ChatTokenizer
+from data.shards import Strict
+from data.tokenizer_base import END_OF_TEXT, LARGEST_FILE, Tokenizer, text_chunks
 
-END_OF_TEXT = "<|endoftext|>"
-LARGEST_FILE = 2**26  # that of 262,144 tokens with their merges has 33 MB
-
-# Where GPT-2 splits a text before byte pairs are merged; a file never brings its own regular expression. This is
-# tiktoken's, except that the first group has no possessive signs (++) or lookahead: one automaton then matches it,
-# which makes encoding 1.5 times as fast. The matches are the same: nothing after a + makes it backtrack.
+# Where GPT-2 splits a text before byte pairs are merged. A file never brings its own regular
+# expression. This is tiktoken's, except that the first alternatives have no possessive signs (++)
+# or lookahead: one automaton then matches them, which makes encoding 1.5 times as fast. The matches
+# are the same: nothing after a + makes it backtrack.
 _SPLIT_PATTERN = r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|\s++$|\s+(?!\S)|\s"
-# Texts are cut into pieces of about this many characters, which are encoded one by one: a long text takes much memory.
-_PIECE = 2**17
-# After this many characters they are cut even inside a word: a regular expression overflows its stack on a million
-# spaces before a letter, and merging the pairs of a word of ten million letters takes 7 s.
-_LONGEST_PIECE = _PIECE + 2**20
-# What \s matches above. Python's \s also matches U+001C to U+001F, so a match of Python's \S is never one of \s above.
+# What \s matches above. Python's \s also matches U+001C to U+001F, so a match of Python's \S is
+# never one of \s above.
 _SPACE = "[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
-_EXACT_CUT = re.compile(
-    # Before spaces, and before the last of them: \s+(?!\S) matches the others, as \s++$ does if they end the text.
+# Where a match of GPT-2's pattern begins, whatever the text is.
+EXACT_CUTS = re.compile(
+    # Before spaces, and before the last of them: \s+(?!\S) matches the others, as \s++$ does if
+    # they end the text.
     rf"(?<=\S){_SPACE}|{_SPACE}(?=\S)"
     # No token holds letters and digits, or ends with a letter or digit before a mark.
     r"|(?<=[0-9])[A-Za-z]|(?<=[A-Za-z])[0-9]|(?<=[0-9A-Za-z])[!-/:-@\[-`{-~]"
@@ -52,11 +49,17 @@ class GPT2Config(Settings, defaults="tokenizer/gpt2"):
 
     name: Literal["gpt2"]
     path: Path | None
-    """A local rank file (.tiktoken: lines of "base64 rank"). null: tiktoken downloads it, or finds it in its cache."""
+    """A local rank file (.tiktoken: lines of "base64 rank").
+
+    null: tiktoken downloads it, or finds it in its cache.
+    """
 
 
 class HFConfig(Settings, defaults="tokenizer/hf"):
-    """A byte-level BPE in the format of Hugging Face's tokenizers, such as scripts/train_tokenizer.py makes."""
+    """A byte-level BPE in the format of Hugging Face's tokenizers.
+
+    scripts/train_tokenizer.py makes one.
+    """
 
     name: Literal["hf"]
     path: Path
@@ -86,70 +89,6 @@ TokenizerConfig = Annotated[
 ]
 
 
-class Tokenizer(ABC):
-    """The interface of tokenizers. An id always spells the same bytes, so a text is the bytes of its ids."""
-
-    name: str
-    tokens: Sequence[bytes]
-    """The bytes of each id; for <|endoftext|> and other special tokens, their names."""
-    eot_id: int
-    """The id of <|endoftext|>."""
-
-    @property
-    def n_vocab(self) -> int:
-        """Number of ids, which are 0 to n_vocab - 1."""
-        return len(self.tokens)
-
-    @property
-    def end_ids(self) -> tuple[int, ...]:
-        """The ids that end a generated text."""
-        return (self.eot_id,)
-
-    @property
-    def id(self) -> TokenizerId:
-        """The identity of the tokenizer, as datasets store it."""
-        return TokenizerId(
-            name=self.name, n_vocab=self.n_vocab, sha256=self.sha256, eot_id=self.eot_id
-        )
-
-    @functools.cached_property
-    def sha256(self) -> str:
-        """A hex digest that is equal only for tokenizers with the same ids."""
-        return hashlib.sha256(json.dumps(self.saved).encode()).hexdigest()
-
-    @property
-    @abstractmethod
-    def saved(self) -> JsonDict:
-        """All that `load_tokenizer` needs, as JSON."""
-
-    @abstractmethod
-    def encode_arrays(self, text: str) -> Iterator[np.ndarray]:
-        """Yield the token ids of a text as consecutive arrays, in little memory. <|endoftext|> is ordinary text."""
-
-    def normalized(self, text: str) -> str:
-        """Return the text that the ids of `text` spell."""
-        return text
-
-    def extends(self, sha256: str) -> bool:
-        """Whether it has all ids of the tokenizer with this digest."""
-        return sha256 == self.sha256
-
-    @functools.cached_property
-    def byte_lengths(self) -> np.ndarray:
-        """Number of UTF-8 bytes of each id, int64 (n_vocab,); 0 for `end_ids`."""
-        lengths = np.array([*map(len, self.tokens)], dtype=np.int64)
-        lengths[[*self.end_ids]] = 0
-        return lengths
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, as `encode_arrays` gives them."""
-        return [token for ids in self.encode_arrays(text) for token in ids.tolist()]
-
-    def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """Return the bytes of `ids`; a character may be cut at either end."""
-        return b"".join([self.tokens[i] for i in ids])
-
-
 class RankTokenizer(Tokenizer):
     """A tiktoken encoding: token i is the bytes `ranks[i]`, and the last id is <|endoftext|>."""
 
@@ -175,8 +114,10 @@ class RankTokenizer(Tokenizer):
     @functools.cached_property
     def sha256(self) -> str:
         """Hex digest of the ranks as a .tiktoken file in rank order."""
-        lines = (base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(self.ranks))
-        return hashlib.sha256(b"".join(lines)).hexdigest()
+        digest = hashlib.sha256()
+        for rank, token in enumerate(self.ranks):
+            digest.update(base64.b64encode(token) + b" %d\n" % rank)
+        return digest.hexdigest()
 
     @property
     def saved(self) -> JsonDict:
@@ -187,15 +128,16 @@ class RankTokenizer(Tokenizer):
     def encode_arrays(self, text: str) -> Iterator[np.ndarray]:
         """Yield the token ids of a text as consecutive arrays, in little memory.
 
-        The ids are those of tiktoken's encode_ordinary: the characters <|endoftext|> are ordinary text. A run of
-        more than a million characters without a sure token boundary (non-ASCII letters without a space, or spaces) is
-        cut anywhere. Ids near that cut may differ, but still decode to the text.
+        The ids are those of tiktoken's encode_ordinary: the characters <|endoftext|> are ordinary
+        text. A run of more than a million characters without a sure token boundary (non-ASCII
+        letters without a space, or spaces) is cut anywhere. Ids near that cut may differ, but still
+        decode to the text.
         """
         if self.name == "bytes":  # the same ids, ten times as fast
             yield np.frombuffer(text.encode(), np.uint8)
             return
-        for piece in pieces(text):
-            yield self.encoding.encode_to_numpy(piece, disallowed_special=())
+        for chunk in text_chunks(text, EXACT_CUTS):
+            yield self.encoding.encode_to_numpy(chunk, disallowed_special=())
 
 
 class NoTokenizer(Tokenizer):
@@ -226,34 +168,11 @@ class NoTokenizer(Tokenizer):
         words = text.replace(",", " ").split()
         for word in words:
             if not (word.isdecimal() and len(word) < 9 and int(word) < self.n_vocab):
-                what = f"{word[:40]!r} is not an id: the model has no tokenizer (tokenizer=none)"
                 raise UserError(
-                    f"{what}, so write ids from 0 to {self.n_vocab - 1}, such as '12 5 7'"
+                    f"{word[:40]!r} is not an id: the model has no tokenizer (tokenizer=none), "
+                    f"so write ids from 0 to {self.n_vocab - 1}, such as '12 5 7'"
                 )
         yield np.array([*map(int, words)], np.int64)
-
-
-def pieces(text: str, cuts: re.Pattern[str] = _EXACT_CUT) -> Iterator[str]:
-    """Yield a text in pieces, cut where `cuts` matches, or at _LONGEST_PIECE.
-
-    The default matches only where a match of GPT-2's pattern begins.
-    """
-    start = 0
-    while len(text) - start > _PIECE:
-        cut = cuts.search(text, start + _PIECE, start + _LONGEST_PIECE)
-        stop = cut.start() if cut else start + _LONGEST_PIECE
-        yield text[start:stop]
-        start = stop
-    if start < len(text):
-        yield text[start:]
-
-
-@functools.cache
-def byte_characters() -> dict[int, str]:
-    """A printable character for every byte, as in GPT-2's encoder.py: itself, or one from U+0100 on."""
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {byte: chr(byte) for byte in own} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
 def build_tokenizer(config: BytesConfig | GPT2Config | HFConfig | NoneConfig) -> Tokenizer:
@@ -267,12 +186,12 @@ def build_tokenizer(config: BytesConfig | GPT2Config | HFConfig | NoneConfig) ->
     if isinstance(config, NoneConfig):
         return NoTokenizer(config)
     if isinstance(config, HFConfig):
-        from data.tokenizer_json import (
-            read_hf_tokenizer,
-        )  # needs a library that not every installation has
+        # its library is optional
+        from data.tokenizer_json import read_hf_tokenizer
 
         return read_hf_tokenizer(config.path)
-    return RankTokenizer("gpt2", read_rank_file(config.path) if config.path else _download_gpt2())
+    ranks = read_rank_file(config.path) if config.path else _download_gpt2()
+    return RankTokenizer("gpt2", ranks)
 
 
 def read_rank_file(path: Path) -> list[bytes]:
@@ -324,23 +243,19 @@ def load_tokenizer(path: Path) -> Tokenizer:
 def _from_saved(raw: Any) -> Tokenizer:
     """Build the tokenizer of what is `saved`; raises ValueError."""
     if isinstance(raw, dict) and "chat" in raw:
-        from data.chat import MARKERS, ChatTokenizer  # which imports this module
-
         if raw.keys() != {"chat", "tokenizer"} or raw["chat"] != [*MARKERS]:
             raise UserError(f"its markers are not {', '.join(MARKERS)}")
         return ChatTokenizer(_from_saved(raw["tokenizer"]))
     if isinstance(raw, dict) and "model" in raw:
-        from data.tokenizer_json import (
-            HFTokenizer,
-        )  # needs a library that not every installation has
+        # its library is optional
+        from data.tokenizer_json import HFTokenizer
 
         return HFTokenizer(raw)
     if isinstance(raw, dict) and raw.get("name") == "none":
         return NoTokenizer(decode(NoneConfig, raw))
     saved = decode(_Saved, raw)
-    tokenizer = RankTokenizer(
-        saved.name, [base64.b64decode(token, validate=True) for token in saved.ranks]
-    )
+    ranks = [base64.b64decode(token, validate=True) for token in saved.ranks]
+    tokenizer = RankTokenizer(saved.name, ranks)
     if tokenizer.sha256 != saved.sha256:
         raise UserError(f"its ranks have sha256 {tokenizer.sha256}, not {saved.sha256[:64]!r}")
     return tokenizer
@@ -354,12 +269,13 @@ class _Saved(Strict):
 
 
 def _check_ranks(name: str, ranks: Sequence[bytes]) -> None:
-    known = set(ranks)
-    if missing := sorted({*_SINGLE_BYTES} - known):
+    distinct = set(ranks)
+    missing = sorted({*_SINGLE_BYTES} - distinct)
+    if missing:
         raise UserError(
             f"the ranks of tokenizer {name!r} lack the single byte 0x{missing[0].hex()}"
         )
-    if len(known) < len(ranks) or b"" in known:
+    if len(distinct) < len(ranks) or b"" in distinct:
         raise UserError(
             f"the ranks of tokenizer {name!r} contain an empty token or one token twice"
         )
@@ -371,7 +287,9 @@ def _download_gpt2() -> list[bytes]:
     try:
         encoding: Any = tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:  # no network, or a wrong file
-        remedy = "tokenizer.path=FILE, or set TIKTOKEN_CACHE_DIR to a folder where tiktoken has it"
-        what = f"GPT-2's vocabulary cannot be downloaded ({type(error).__name__})"
-        raise UserError(f"{what}: give a local rank file with {remedy}") from None
+        raise UserError(
+            f"GPT-2's vocabulary cannot be downloaded ({type(error).__name__}): give a local rank "
+            "file with tokenizer.path=FILE, or set TIKTOKEN_CACHE_DIR to a folder where tiktoken "
+            "has it"
+        ) from None
     return [encoding.decode_single_token_bytes(rank) for rank in range(encoding.n_vocab - 1)]

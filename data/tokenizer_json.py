@@ -1,4 +1,4 @@
-"""Vocabularies in a tokenizer.json, by Hugging Face's tokenizers library, which not every installation has."""
+"""Vocabularies in a tokenizer.json, by Hugging Face's tokenizers, an optional library."""
 
 import functools
 import hashlib
@@ -14,15 +14,18 @@ from tokenizers import Tokenizer as Backend
 from common.console import say
 from common.files import read_json
 from common.settings import JsonDict, UserError
-from data.tokenizer import END_OF_TEXT, LARGEST_FILE, Tokenizer, byte_characters, pieces
-
-_ENDS = (
+from data.tokenizer_base import (
     END_OF_TEXT,
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-)  # the names that tokenizers give the end of a text
-# Tokens of the usual patterns do not cross these places; a vocabulary whose tokens span words may get other ids there.
+    LARGEST_FILE,
+    Tokenizer,
+    byte_characters,
+    text_chunks,
+)
+
+# The names that tokenizers give the end of a text.
+_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+# Tokens of the usual patterns do not cross these places. A vocabulary whose tokens span words may
+# get other ids there.
 _CUTS = re.compile(r"(?<=[A-Za-z])(?:\n| (?=[A-Za-z]))")
 # Every byte that UTF-8 has, spaces in all places, and what must be ordinary text.
 _PROBE = "".join(
@@ -39,6 +42,8 @@ _SPECIAL = {
     "rstrip": False,
     "normalized": False,
 }
+# What cuts texts, or adds to them.
+_LEFT_OUT = {"truncation": None, "padding": None, "post_processor": None}
 
 
 class HFTokenizer(Tokenizer):
@@ -50,27 +55,25 @@ class HFTokenizer(Tokenizer):
         """`raw`: the content of the file.
 
         Raises:
-            UserError: the library does not read it, it has no end of text, or its ids do not spell every text.
+            UserError: the library does not read it, it has no end of text, or its ids do not spell
+                every text.
         """
-        raw = raw | {
-            "truncation": None,
-            "padding": None,
-            "post_processor": None,
-        }  # they cut texts, or add to them
+        raw = raw | _LEFT_OUT
         if isinstance(raw["model"], dict):
             raw["model"] = raw["model"] | {"dropout": None}
-        self._raw, self._backend = raw, _backend(raw)
+        self._raw = raw
+        self._backend = _backend(raw)
         self._backend.encode_special_tokens = True  # as ordinary text
         self.tokens = _tokens(self._backend)
         eot_id = self._backend.token_to_id(_end(raw) or "")
         if eot_id is None:
             raise UserError(f"it has no {END_OF_TEXT}")
         self.eot_id = eot_id
-        if self.normalized("a b") != "".join(
-            map(self.normalized, "a b")
-        ):  # long texts are normalized in pieces
+        in_characters = "".join(map(self.normalized, "a b"))
+        if self.normalized("a b") != in_characters:  # long texts are normalized in chunks
             raise UserError(
-                "its normalizer changes where a text begins or ends: give one without Strip and Prepend"
+                "its normalizer changes where a text begins or ends: give one without Strip and "
+                "Prepend"
             )
         probe = _PROBE + "".join(f" a  {token['content']}  b" for token in raw["added_tokens"])
         try:
@@ -85,9 +88,8 @@ class HFTokenizer(Tokenizer):
     @functools.cached_property
     def sha256(self) -> str:
         """Hex digest of the content; whitespace and the order of keys do not change it."""
-        return hashlib.sha256(
-            json.dumps(self._raw, sort_keys=True, separators=(",", ":")).encode()
-        ).hexdigest()
+        content = json.dumps(self._raw, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(content.encode()).hexdigest()
 
     @property
     def saved(self) -> JsonDict:
@@ -101,9 +103,9 @@ class HFTokenizer(Tokenizer):
 
     def encode_arrays(self, text: str) -> Iterator[np.ndarray]:
         """Yield the token ids of a text as consecutive arrays; <|endoftext|> is ordinary text."""
-        for piece in pieces(text, _CUTS):
-            (encoded,) = self._backend.encode_batch_fast([piece], add_special_tokens=False)
-            yield np.array(encoded.ids, np.uint32)
+        for chunk in text_chunks(text, _CUTS):
+            (encoding,) = self._backend.encode_batch_fast([chunk], add_special_tokens=False)
+            yield np.array(encoding.ids, np.uint32)
 
 
 def read_hf_tokenizer(path: Path) -> HFTokenizer:
@@ -116,14 +118,12 @@ def read_hf_tokenizer(path: Path) -> HFTokenizer:
         raw = read_json(path.resolve(), LARGEST_FILE)  # files in Hugging Face's cache are links
         n_ids = len(_tokens(_backend(raw)))
         if _end(raw) is None:
-            raw["added_tokens"] = [
-                *raw.get("added_tokens", []),
-                {"id": n_ids, "content": END_OF_TEXT} | _SPECIAL,
-            ]
+            end = {"id": n_ids, "content": END_OF_TEXT} | _SPECIAL
+            raw["added_tokens"] = [*raw.get("added_tokens", []), end]
             say(f"{path} has no {END_OF_TEXT}: it is added as id {n_ids}")
-        next(token for token in raw["added_tokens"] if token["content"] == _end(raw))["special"] = (
-            True
-        )
+        for token in raw["added_tokens"]:
+            if token["content"] == _end(raw):
+                token["special"] = True
         return HFTokenizer(raw)
     except UserError as error:
         remedy = "give a tokenizer.json, such as scripts/train_tokenizer.py makes"
@@ -147,19 +147,21 @@ def _end(raw: JsonDict) -> str | None:
 
 def _tokens(backend: Backend) -> list[bytes]:
     """Return the bytes of each id; empty for an id without a token."""
-    vocab, added = backend.get_vocab(with_added_tokens=True), backend.get_added_tokens_decoder()
+    vocab = backend.get_vocab(with_added_tokens=True)
+    added = backend.get_added_tokens_decoder()
     n_ids = max(vocab.values(), default=-1) + 1
     if n_ids > 2 * len(vocab):
         raise UserError(f"it has {len(vocab):,} tokens, but ids up to {n_ids - 1:,}")
-    byte = {character: byte for byte, character in byte_characters().items()}
+    byte_of = {character: byte for byte, character in byte_characters().items()}
     if len(set(vocab.values())) < len(vocab):
         raise UserError("two of its tokens have the same id")
     tokens = [b""] * n_ids
     for text, id_ in vocab.items():
         try:
-            tokens[id_] = (
-                text.encode() if id_ in added else bytes(byte[character] for character in text)
-            )
+            if id_ in added:
+                tokens[id_] = text.encode()
+            else:
+                tokens[id_] = bytes(byte_of[character] for character in text)
         except KeyError as error:
             raise UserError(
                 f"{error} in its token {text!r} stands for no byte: give a byte-level BPE"

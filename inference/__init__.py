@@ -1,1 +1,1 @@
-"""What is done with a trained model: evaluation, lm-evaluation-harness, sampling, conversation, and the server."""
+"""What a trained model is used for: evaluation, benchmarks, sampling, conversation, serving."""

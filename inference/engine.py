@@ -1,12 +1,13 @@
-"""The token loop of everything that generates text: sample.py, conversations, lm_eval, the server, `generate`.
+"""The token loop of all that generates text: sample.py, conversations, lm_eval, the server.
 
-Many texts go through the model in one batch (continuous batching), and each can join and leave between two steps. The
-engine works in turns. Each turn
+Many texts go through the model in one batch (continuous batching), and each can join and leave
+between two steps. The engine works in turns. Each turn
 
     1. reads the tokens drawn in the turn before, in one forward pass;
     2. admits waiting texts, first come, first served, while there are places;
-    3. reads their prompts, each after its longest prefix in a cache: all of them, or, with `interleave`, one chunk of
-       one prompt, so that a long prompt delays neither the other texts nor other prompts;
+    3. reads their prompts, each after its longest prefix in a cache: all of them, or, with
+       `interleave`, one chunk of one prompt, so that a long prompt delays neither the other texts
+       nor other prompts;
     4. draws a token of every text whose prompt is read.
 """
 
@@ -24,15 +25,14 @@ from torch.utils._pytree import tree_map_only
 from common.memory import available_memory
 from common.settings import UserError
 from inference.generation import Generation
-from inference.prefill import Prefix, Request, chunk_of, read
+from inference.prefill import Prefix, Request, chunk_size, read
 from inference.sampling import NOT_FINITE, SamplingConfig, draw
 from model.gpt import GPT
 from model.graphs import DecodingStep
 from model.state import cat_states, select_rows, state_bytes, stretched
 
-_COPIES = (
-    3  # a cache that grows is copied into a buffer of twice its size: see model/attention/cache.py
-)
+# A cache that grows is copied into a buffer of twice its size: see model/attention/cache.py.
+_COPIES = 3
 
 
 @contextlib.contextmanager
@@ -46,20 +46,23 @@ def _failing(generations: Sequence[Generation]) -> Iterator[None]:
 
 
 def _is_kept(n_read: int, n: int, chunk: int) -> bool:
-    """Whether the cache keeps a prompt of n tokens after n_read: 0, 1, 2, 4, 8, ... chunks before its last whole chunk.
+    """Whether the cache keeps a prompt of n tokens after n_read.
 
-    A prompt that differs only in its last m tokens then rereads at most about 2 m tokens.
+    It does 0, 1, 2, 4, 8, ... chunks before the last whole chunk. A prompt that differs only in its
+    last m tokens then rereads at most about 2 m tokens.
     """
-    left = n // chunk - n_read // chunk
-    return n_read % chunk == 0 and left & (left - 1) == 0
+    n_left = n // chunk - n_read // chunk
+    is_power_of_two = n_left & (n_left - 1) == 0  # or 0
+    return n_read % chunk == 0 and is_power_of_two
 
 
 class PromptCache:
     """Maps the tokens of texts to the states after them. Drops the least recently used first."""
 
     def __init__(self, max_states: int, max_bytes: int) -> None:
-        """`max_bytes`: limit on the total size of the cached tensors, which stay on the model's device."""
-        self.max_states, self.max_bytes = max_states, max_bytes
+        """`max_bytes`: most bytes of the cached tensors, which stay on the model's device."""
+        self.max_states = max_states
+        self.max_bytes = max_bytes
         self.n_bytes = 0
         self._kept = OrderedDict[bytes, Prefix]()
         """By the tokens as int32."""
@@ -70,13 +73,16 @@ class PromptCache:
     def longest(self, ids: Sequence[int]) -> tuple[int, Prefix | None]:
         """Return the longest cached prefix of `ids`: its number of tokens, and its state."""
         tokens = np.array(ids, np.int32).tobytes()
-        known = max(filter(tokens.startswith, self._kept), key=len, default=b"")
-        if known:
-            self._kept.move_to_end(known)
-        return len(known) // 4, self._kept.get(known)
+        prefix_tokens = max(filter(tokens.startswith, self._kept), key=len, default=b"")
+        if prefix_tokens:
+            self._kept.move_to_end(prefix_tokens)
+        return len(prefix_tokens) // 4, self._kept.get(prefix_tokens)
 
     def add(self, ids: Sequence[int], prefix: Prefix) -> None:
-        """Cache the state after the tokens `ids`, dropping others if needed; skip a state larger than the cache."""
+        """Cache the state after the tokens `ids`, dropping others if needed.
+
+        A state larger than the cache is not kept.
+        """
         tokens = np.array(ids, np.int32).tobytes()
         size = len(tokens) + state_bytes(prefix)
         if size > self.max_bytes or not self.max_states:
@@ -109,14 +115,17 @@ class Engine:
             interleave: read prompts chunk by chunk between other texts' tokens.
             cache: keeps the states of prompts. It does not change the output, to the bit.
         """
-        self.gpt, self.n_vocab, self.end_ids = gpt, n_vocab, end_ids
-        self.max_streams, self.interleave, self.cache = max_streams, interleave, cache
+        self.gpt = gpt
+        self.n_vocab = n_vocab
+        self.end_ids = end_ids
+        self.max_streams = max_streams
+        self.interleave = interleave
+        self.cache = cache
         self.waiting = deque[Generation]()
         self._reading = deque[Generation]()
         self._writing: list[Generation] = []
-        self._texts: Prefix | None = (
-            None  # one row for each of `_writing`; `_step` overwrites their state
-        )
+        self._texts: Prefix | None = None
+        """One row for each of `_writing`; `_step` overwrites their state."""
         self._step = DecodingStep(gpt, max_streams)
 
     def submit(self, generations: Iterable[Generation]) -> None:
@@ -130,7 +139,10 @@ class Engine:
 
     @torch.inference_mode()
     def turn(self) -> None:
-        """Draw a token of every text whose prompt is read. An error in one text ends that text alone: see `fail`."""
+        """Draw a token of every text whose prompt is read.
+
+        An error in one text ends that text alone: see `fail`.
+        """
         self._admit()
         self._read_drawn()
         self._read_prompts()
@@ -144,33 +156,36 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise UserError if a request exceeds the learned positions or the free memory."""
-        max_len, n_tokens = self.gpt.config.max_len, request.n_read
+        max_len = self.gpt.config.max_len
+        n_tokens = request.n_read
         if max_len is not None and n_tokens > max_len:
             raise UserError(
-                f"a prompt of {request.n_prompt} tokens (<|endoftext|> before it included) and {request.max_tokens} "
-                f"new tokens do not fit into the model's {max_len} learned positions: shorten one of them"
+                f"a prompt of {request.n_prompt} tokens (<|endoftext|> before it included) and "
+                f"{request.max_tokens} new tokens do not fit into the model's {max_len} learned "
+                "positions: shorten one of them"
             )
         needed = state_bytes(stretched(self.gpt, self._one_token, n_tokens))
-        room = _free_memory(self.gpt.device)
-        if _COPIES * needed > room:
+        available = _free_memory(self.gpt.device)
+        if _COPIES * needed > available:
             raise UserError(
-                f"a text of {n_tokens:,} tokens does not fit into memory: its keys and values are {needed:,} bytes, "
-                f"{_COPIES} times as many while they grow, and {room:,} bytes are available: shorten it, or use a "
-                "model with a state of one size, such as log_space"
+                f"a text of {n_tokens:,} tokens does not fit into memory: its keys and values are "
+                f"{needed:,} bytes, {_COPIES} times as many while they grow, and "
+                f"{available:,} bytes are available: shorten it, or use a model with a state of "
+                "one size, such as log_space"
             )
 
     def fail(self, error: Exception) -> None:
         """End all texts that have places with an error."""
         for generation in [*self._reading, *self._writing]:
             generation.fail(error)
-        self._reading, self._writing, self._texts = deque(), [], None
+        self._reading = deque()
+        self._writing = []
+        self._texts = None
 
     def _admit(self) -> None:
         self._keep_unfinished()
-        self._reading = deque(
-            generation for generation in self._reading if not generation.cancelled
-        )
-        self.waiting = deque(generation for generation in self.waiting if not generation.cancelled)
+        self._reading = deque(text for text in self._reading if not text.cancelled)
+        self.waiting = deque(text for text in self.waiting if not text.cancelled)
         while self.waiting and self.n_admitted < self.max_streams:
             self._reading.append(self.waiting.popleft())
 
@@ -186,63 +201,66 @@ class Engine:
     def _read_prompts(self) -> None:
         n_prompts = min(1, len(self._reading)) if self.interleave else len(self._reading)
         first = [self._reading.popleft() for _ in range(n_prompts)]
-        ready = [one for one in first if self._read_prompt(one)]
-        if ready:
-            with _failing(ready):  # such as running out of memory
-                before = [self._texts] if self._writing else []
-                self._texts = cat_states([*before, *(one.prefix for one in ready)])
-                self._writing += ready
+        ready = [generation for generation in first if self._read_prompt(generation)]
+        if not ready:
+            return
+        with _failing(ready):  # such as running out of memory
+            before = [self._texts] if self._writing else []
+            self._texts = cat_states([*before, *(generation.prefix for generation in ready)])
+            self._writing += ready
         for generation in ready:
             generation.prefix = None
 
     def _read_prompt(self, generation: Generation) -> bool:
-        """Read a prompt, or one chunk of it with `interleave`; return whether tokens can be drawn."""
+        """Read a prompt, or one chunk of it with `interleave`. Return whether it is read."""
         request = generation.request
+        size = chunk_size(self.gpt)
         with _failing([generation]):
             if self.cache is not None and generation.may_skip and generation.prefix is None:
                 generation.n_read, generation.prefix = self.cache.longest(request.ids)
                 generation.n_cached = generation.n_read
-            size = chunk_of(self.gpt)
             while generation.n_read < len(request.ids):
                 chunk = torch.tensor([request.ids[generation.n_read : generation.n_read + size]])
                 prefix, logits = read(
                     self.gpt, chunk, self.n_vocab, generation.prefix, self.end_ids
                 )
                 generation.accept_prompt(prefix, logits[0])
-                is_kept = request.before is None and _is_kept(
-                    generation.n_read, len(request.ids), size
-                )
+                n_read = generation.n_read
+                begins_text = request.before is None
+                is_kept = begins_text and _is_kept(n_read, len(request.ids), size)
                 if self.cache is not None and is_kept:
-                    self.cache.add(request.ids[: generation.n_read], prefix)
-                if self.interleave and generation.n_read < len(request.ids):
+                    self.cache.add(request.ids[:n_read], prefix)
+                if self.interleave and n_read < len(request.ids):
                     self._reading.append(generation)
                     return False
             generation.end_prompt()
         return not generation.finished
 
     def _draw(self) -> None:
-        if self._texts is not None:
-            writing = self._writing
-            with _failing(writing):
-                settings, generators = (
-                    [each.sampling for each in writing],
-                    [each.generator for each in writing],
-                )
-                drawn = draw(self._texts.logits, self._texts.seen, settings, generators)
-                for generation, token_id, logits in zip(
-                    writing, drawn, self._texts.logits, strict=True
-                ):
-                    with _failing([generation]):
-                        if token_id < 0:
-                            raise UserError(NOT_FINITE)
-                        generation.accept(token_id, logits)
-            self._keep_unfinished()
+        if self._texts is None:
+            return
+        with _failing(self._writing):
+            drawn = draw(
+                self._texts.logits,
+                self._texts.seen,
+                [generation.sampling for generation in self._writing],
+                [generation.generator for generation in self._writing],
+            )
+            for generation, token_id, logits in zip(
+                self._writing, drawn, self._texts.logits, strict=True
+            ):
+                with _failing([generation]):
+                    if token_id < 0:
+                        raise UserError(NOT_FINITE)
+                    generation.accept(token_id, logits)
+        self._keep_unfinished()
 
     def _keep_unfinished(self) -> None:
         """Remove the rows of texts that have ended or are cancelled."""
-        rows = [
-            row for row, text in enumerate(self._writing) if not (text.finished or text.cancelled)
-        ]
+        rows = []
+        for row, text in enumerate(self._writing):
+            if not text.finished and not text.cancelled:
+                rows.append(row)
         if len(rows) < len(self._writing):
             self._writing = [self._writing[row] for row in rows]
             self._texts = select_rows(self._texts, rows) if rows else None
@@ -257,7 +275,9 @@ def _free_memory(device: torch.device) -> int:
 
 
 def stream(engine: Engine, generation: Generation) -> Iterator[str]:
-    """Run the engine until this text ends, and yield the update of each turn. Other texts advance too.
+    """Run the engine until this text ends, and yield the update of each turn.
+
+    Other texts advance too.
 
     Raises:
         UserError: the model's logits are not finite.
@@ -285,11 +305,11 @@ def generate(
     """Endlessly yield the next token of every text in the batch, (B,) int64.
 
     Args:
-        prompt_ids: (B, T) with T at least 1; or texts (T,) of different lengths.
-        n_vocab: ids from here on, the padding of the embedding, are never drawn.
-        eot_id: the token that ends texts; penalties do not apply to it; -1: the last id, n_vocab - 1.
-        sampling: how to draw; None: from the model's own distribution.
-        generators: sources of randomness, on the CPU, one for each text.
+        prompt_ids: (B, T) with T at least 1; or texts (T,) of different lengths. n_vocab: ids from
+        here on, the padding of the embedding, are never drawn. eot_id: the token that ends texts;
+        penalties do not apply to it; -1: the last id, n_vocab - 1. sampling: how to draw; None:
+        from the model's own distribution. generators: sources of randomness, on the CPU, one for
+        each text.
 
     Raises:
         UserError: the model's logits are not finite.

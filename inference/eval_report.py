@@ -10,16 +10,20 @@ from common.console import say, show_table
 from common.figures import png
 from common.settings import JsonDict
 
-_FIRST_POSITION = 16  # beside long contexts: the loss of the first tokens is so high that it would flatten the rest
+# Beside long contexts: the loss of the first tokens is so high that it would flatten the rest.
+_FIRST_POSITION = 16
 
 
 def show_evaluation(result: JsonDict, checkpoint: str) -> None:
-    """Print a line of totals, a table of the sets if there are several, and a table of the contexts."""
-    say(
-        f"{checkpoint} on {result['dataset_dir']} ({result['split']}, {result['tokens']:,} tokens): "
-        f"{_loss(result)}, perplexity {_number(result['perplexity'], 3)}"
-        + (f", {_number(result['bits_per_byte'])} bits per byte" if result["bytes"] else "")
-    )
+    """Print a line of totals, a table of the sets, and a table of the contexts.
+
+    There is no table of one set, and none without contexts.
+    """
+    totals = f"{_loss(result)}, perplexity {_number(result['perplexity'], 3)}"
+    if result["bytes"]:
+        totals += f", {_number(result['bits_per_byte'])} bits per byte"
+    text = f"{result['dataset_dir']} ({result['split']}, {result['tokens']:,} tokens)"
+    say(f"{checkpoint} on {text}: {totals}")
     if len(result["sets"]) > 1:
         show_table(_table("set", result["sets"]))
     if result["contexts"]:
@@ -32,12 +36,12 @@ def _table(first: str, rows: dict[str, JsonDict]) -> Table:
     for column in ("tokens", "loss", "perplexity", "bits per byte"):
         table.add_column(column, justify="right")
     for name, row in rows.items():
-        bits = _number(row["bits_per_byte"]) if row["bytes"] else "no text"
-        numbers = _number(row["loss"]), _number(row["perplexity"], 3), bits
-        shown = numbers if row["tokens"] else ["no answer"] * 3
-        table.add_row(
-            Text(name), f"{row['tokens']:,}", *shown
-        )  # in a Text, brackets are not markup
+        numbers = ["no answer"] * 3
+        if row["tokens"]:
+            bits = _number(row["bits_per_byte"]) if row["bytes"] else "no text"
+            numbers = [_number(row["loss"]), _number(row["perplexity"], 3), bits]
+        # In a Text, brackets are not markup.
+        table.add_row(Text(name), f"{row['tokens']:,}", *numbers)
     return table
 
 
@@ -51,7 +55,7 @@ def _number(value: float | None, digits: int = 4) -> str:
 
 
 def draw_evaluation(result: JsonDict, trained_on: int) -> bytes:
-    """A PNG: the loss and its error at each position, in windows and in contexts, and the mean over each context.
+    """A PNG: the loss and its error at each position, and the mean over each context.
 
     Args:
         result: the content of eval.json.
@@ -62,26 +66,27 @@ def draw_evaluation(result: JsonDict, trained_on: int) -> bytes:
     title = f"{result['run']} {result['checkpoint']} on {result['dataset_dir']} ({result['split']})"
     figure.suptitle(f"{_loss(result)}: {title}")
     lines = {f"windows of {result['seq_len']:,} tokens": result["by_position"]}
-    lines |= {
-        f"contexts of {row['context']:,} tokens": row["by_position"] for row in result["contexts"]
-    }
+    for row in result["contexts"]:
+        lines[f"contexts of {row['context']:,} tokens"] = row["by_position"]
     first = _FIRST_POSITION if result["contexts"] else 0
     for label, bins in lines.items():
-        known = [row for row in bins if row["loss"] is not None and row["stop"] > first]
-        middles = [(row["start"] + row["stop"] + 1) / 2 for row in known]
-        losses, errors = (np.array([row[key] or 0 for row in known]) for key in ("loss", "error"))
+        rows = [row for row in bins if row["loss"] is not None and row["stop"] > first]
+        middles = [(row["start"] + row["stop"] + 1) / 2 for row in rows]
+        losses = _column(rows, "loss")
+        errors = _column(rows, "error")
         (line,) = axes.plot(middles, losses, marker="o", markersize=3, label=label)
-        axes.fill_between(
-            middles,
-            losses - errors,
-            losses + errors,
-            color=line.get_color(),
-            alpha=0.2,
-            linewidth=0,
+        band = {"color": line.get_color(), "alpha": 0.2, "linewidth": 0}
+        axes.fill_between(middles, losses - errors, losses + errors, **band)
+    means = [row for row in result["contexts"] if row["loss"] is not None]
+    if means:
+        axes.errorbar(
+            _column(means, "context"),
+            _column(means, "loss"),
+            _column(means, "error"),
+            fmt="s--",
+            color="black",
+            label="mean over a context",
         )
-    if means := [row for row in result["contexts"] if row["loss"] is not None]:
-        x, y, error = ([row[key] or 0 for row in means] for key in ("context", "loss", "error"))
-        axes.errorbar(x, y, error, fmt="s--", color="black", label="mean over a context")
     axes.axvline(trained_on, color="C7", linestyle=":", label=f"trained on {trained_on:,}")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -92,3 +97,8 @@ def draw_evaluation(result: JsonDict, trained_on: int) -> bytes:
     )
     axes.legend()
     return png(figure)
+
+
+def _column(rows: list[JsonDict], key: str) -> np.ndarray:
+    """Return a figure of each row; an unknown error is 0."""
+    return np.array([row[key] or 0 for row in rows])

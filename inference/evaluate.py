@@ -1,4 +1,4 @@
-"""eval.py: the loss of a checkpoint on held-out text, in total, by sets, by position, and at long contexts."""
+"""eval.py: a checkpoint's loss on held-out text, by set, by position, and at long contexts."""
 
 import math
 from itertools import pairwise
@@ -16,12 +16,15 @@ from data.loader import CutWindows, EvalBatches
 from data.shards import Manifest, TokenStream
 from inference.eval_report import draw_evaluation, show_evaluation
 from inference.load import Loaded, ModelConfig, load, open_dataset
+from model.gpt import GPT
 from trainer.distributed import World, join_world
 from trainer.losses import Loss, LossSums, total, window_losses
 
 _CONTEXTS = (1024, 4096, 16384, 65536)
-_MOST_AT_ONCE = 4096  # tokens; longer windows are read in chunks, where the state has one size
-_CHUNK_OF_CONTEXT = 512  # tokens of a long context that are read at once
+# Tokens of a window that are read at once, where the state has one size.
+_WINDOW_CHUNK = 4096
+# Tokens of a long context that are read at once.
+_CONTEXT_CHUNK = 512
 
 
 class EvaluateConfig(ModelConfig, defaults="eval"):
@@ -36,14 +39,21 @@ class EvaluateConfig(ModelConfig, defaults="eval"):
     seq_len: int | None = Field(ge=1)
     """Tokens of a window; null: as in training."""
     stride: int | None = Field(ge=1)
-    """Distance between the beginnings of windows. Only tokens that are new in a window count, so every token has at
-    least seq_len - stride tokens before it. null: seq_len, windows side by side."""
+    """Distance between the beginnings of windows; null: seq_len, windows side by side.
+
+    Only tokens that are new in a window count, so every token has at least seq_len - stride tokens
+    before it.
+    """
     contexts: list[Annotated[int, Field(ge=1)]] | None
-    """Context lengths to measure the loss at, with the state carried along. null: 1024, 4096, 16384 and 65536, as
-    far as the text and the model's learned positions reach; []: none."""
+    """Context lengths to measure the loss at, with the state carried along; []: none.
+
+    null: 1024, 4096, 16384 and 65536, as far as the text and the model's learned positions reach.
+    """
     context_windows: int | None = Field(ge=1)
-    """How many stretches of text, as long as the longest of `contexts`, to measure all contexts on. They are spread
-    evenly over the split; null: all of it."""
+    """Windows, as long as the longest of `contexts`, to measure all contexts on; null: the split.
+
+    They are spread evenly over the split.
+    """
     micro_batch: int = Field(ge=1)
     """Windows that go through the model at once."""
 
@@ -63,7 +73,8 @@ class Evaluation(NamedTuple):
 def run_evaluation(config: EvaluateConfig) -> None:
     """Evaluate a checkpoint, print the results, and write them into the run directory.
 
-    evals/ keeps one file per checkpoint and settings; eval.json and eval.png hold the latest result.
+    evals/ keeps one file per checkpoint and settings; eval.json and eval.png hold the latest
+    result.
     """
     plan = open_evaluation(config)
     checkpoint = plan.loaded.checkpoint
@@ -84,24 +95,26 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
     """Load the model, and open the text to evaluate it on.
 
     Raises:
-        UserError: checkpoint and dataset do not match, or a length is longer than text or model allow.
+        UserError: checkpoint and dataset do not match, or a length is longer than text or model
+        allow.
     """
     loaded = load(config)
-    state, max_len = loaded.checkpoint.state, loaded.gpt.config.max_len
+    state = loaded.checkpoint.state
     dataset_dir = config.dataset_dir or state.own_dataset()
     manifest = open_dataset(dataset_dir, loaded.tokenizer)
     loss = state.data.loss if manifest.tokenizer.markers else "all"
     stream = TokenStream(dataset_dir, manifest, config.split, loss)
     if stream.n_tokens < 2:
         raise UserError(
-            f"dataset_dir={dataset_dir} has no text in its split {config.split}: choose another split"
+            f"dataset_dir={dataset_dir} has no text in its split {config.split}: "
+            "choose another split"
         )
     seq_len = config.seq_len or state.seq_len
     if config.stride is not None and config.stride > seq_len:
         raise UserError(
             f"stride={config.stride} would skip text between windows of {seq_len} tokens: lower it"
         )
-    longest = min(stream.n_tokens - 1, max_len or stream.n_tokens)
+    longest = min(stream.n_tokens - 1, loaded.gpt.config.max_len or stream.n_tokens)
     contexts = config.contexts
     if contexts is None:
         contexts = [context for context in _CONTEXTS if context <= longest]
@@ -109,10 +122,13 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
     for key, length in lengths.items():
         if length > longest:
             raise UserError(
-                f"{key}={length} is longer than the text or the learned positions: use at most {longest}"
+                f"{key}={length} is longer than the text or the learned positions: "
+                f"use at most {longest}"
             )
-    rows = max(1, state.batch_tokens // seq_len)
-    windows = EvalBatches(stream, seq_len, config.batches and config.batches * rows, config.stride)
+    n_windows = None
+    if config.batches is not None:
+        n_windows = config.batches * max(1, state.batch_tokens // seq_len)
+    windows = EvalBatches(stream, seq_len, n_windows, config.stride)
     if not windows.has_targets:
         raise UserError(
             f"batches={config.batches} has no answer to evaluate: give more, or null for all"
@@ -122,46 +138,55 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
 
 def measure(plan: Evaluation, world: World) -> JsonDict:
     """The content of eval.json; every process calls this."""
-    config, windows, loaded = plan.config, plan.windows, plan.loaded
-    gpt, runtime = loaded.place(world.device, autocast=True), loaded.runtime
-    byte_lengths = torch.from_numpy(loaded.tokenizer.byte_lengths).to(world.device)
-    chunk = min(windows.seq_len, _MOST_AT_ONCE) if gpt.constant_state else None
+    config = plan.config
+    windows = plan.windows
+    gpt = plan.loaded.place(world.device, autocast=True)
+    byte_lengths = torch.from_numpy(plan.loaded.tokenizer.byte_lengths).to(world.device)
     by_set = LossSums(len(plan.manifest.set_names), byte_lengths)
     by_position = _PositionSums(windows.seq_len, byte_lengths)
+    chunk = min(windows.seq_len, _WINDOW_CHUNK) if gpt.constant_state else None
     for first, targets, losses in window_losses(
-        gpt, windows, config.micro_batch, runtime, world, chunk
+        gpt, windows, config.micro_batch, plan.loaded.runtime, world, chunk
     ):
         by_set.add(_sets(plan, first, len(targets)), targets, losses)
         by_position.add(targets, losses)
-    sets = by_set.losses(world)
-    named = sorted(
-        zip(plan.manifest.set_names, sets, strict=True), key=lambda item: -item[1].tokens
-    )
-    contexts = []
-    for context in plan.contexts:
-        stretches = EvalBatches(windows.stream, max(plan.contexts), config.context_windows)
-        rows = max(1, config.micro_batch * windows.seq_len // context)
-        cut, sums = CutWindows(stretches, context), _PositionSums(context, byte_lengths)
-        for _, targets, losses in window_losses(gpt, cut, rows, runtime, world, _CHUNK_OF_CONTEXT):
-            sums.add(targets, losses)
-        positions, mean, error = sums.by_position(world)
-        contexts.append(
-            {"context": context, **figures(mean), "error": error, "by_position": positions}
-        )
+    set_losses = dict(zip(plan.manifest.set_names, by_set.losses(world), strict=True))
+    largest_first = sorted(set_losses, key=lambda name: -set_losses[name].tokens)
     return {
-        **loaded.about(config),
+        **plan.loaded.about(config),
         "dataset_dir": str(plan.dataset_dir),
         "split": config.split,
         "batches": config.batches,
         "loss_of": windows.stream.loss,
-        **figures(total(sets)),
+        **figures(total(list(set_losses.values()))),
         "seq_len": windows.seq_len,
         "stride": windows.stride,
         "context_windows": config.context_windows,
-        "sets": {name: figures(loss) for name, loss in named if loss.tokens},
+        "sets": {
+            name: figures(set_losses[name]) for name in largest_first if set_losses[name].tokens
+        },
         "by_position": by_position.by_position(world)[0],
-        "contexts": contexts,
+        "contexts": [
+            _measure_context(plan, gpt, context, byte_lengths, world) for context in plan.contexts
+        ],
     }
+
+
+def _measure_context(
+    plan: Evaluation, gpt: GPT, context: int, byte_lengths: Tensor, world: World
+) -> JsonDict:
+    """The loss in windows of `context` tokens, cut from those of the longest context."""
+    stream = plan.windows.stream
+    longest = EvalBatches(stream, max(plan.contexts), plan.config.context_windows)
+    windows = CutWindows(longest, context)
+    rows = max(1, plan.config.micro_batch * plan.windows.seq_len // context)
+    sums = _PositionSums(context, byte_lengths)
+    for _, targets, losses in window_losses(
+        gpt, windows, rows, plan.loaded.runtime, world, _CONTEXT_CHUNK
+    ):
+        sums.add(targets, losses)
+    positions, mean, error = sums.by_position(world)
+    return {"context": context, **figures(mean), "error": error, "by_position": positions}
 
 
 def _sets(plan: Evaluation, first: int, n_windows: int) -> Tensor:
@@ -169,23 +194,22 @@ def _sets(plan: Evaluation, first: int, n_windows: int) -> Tensor:
     sets = np.zeros((n_windows, plan.windows.seq_len), np.int64)
     if len(plan.manifest.set_names) > 1:
         for row in range(n_windows):
-            begin, stop = plan.windows.span(first + row)
-            targets = begin + 1, stop + 1
+            begin, stop = plan.windows.bounds(first + row)
             sets[row, : stop - begin] = sets_between(
-                plan.dataset_dir, plan.manifest, plan.config.split, *targets
+                plan.dataset_dir, plan.manifest, plan.config.split, begin + 1, stop + 1
             )
     return torch.from_numpy(sets)
 
 
 def position_bins(length: int) -> list[int]:
-    """Edges of bins of positions, two per octave: 0 1 2 3 4 6 8 12 16 24 ... and `length`, where the last bin ends."""
+    """Edges of bins of positions, two per octave: 0 1 2 3 4 6 8 12 16 24 ... and `length`."""
     powers = [2**k for k in range(length.bit_length())]
     between = [3 * n // 2 for n in powers]
     return [0, *sorted(n for n in {*powers, *between} if n < length), length]
 
 
 class _PositionSums:
-    """Sums of losses by bins of positions in windows of `length` tokens, and how much windows differ."""
+    """Sums of losses by bins of positions in windows of `length` tokens, and their spread."""
 
     def __init__(self, length: int, byte_lengths: Tensor) -> None:
         self._edges = position_bins(length)
@@ -194,13 +218,16 @@ class _PositionSums:
         self._bins = bins.to(byte_lengths.device)
         """The bin of each position, int64 (length,)."""
         self._means = byte_lengths.new_zeros(len(self._edges), 3, dtype=torch.float64)
-        """Of each bin, and of all of them: windows, and the sums of their mean losses and of the squares of these."""
+        """Of each bin, and of all of them, (bins + 1, 3).
+
+        The number of windows, the sum of their mean losses, and the sum of the squares of these.
+        """
 
     def add(self, targets: Tensor, losses: Tensor) -> None:
         """Add losses (B, T) of B windows, as LossSums does."""
         self._sums.add(self._bins.unsqueeze(0), targets, losses)
-        n, nats = self._by_window(targets >= 0), self._by_window(losses)
-        mean = nats / n.clamp(min=1)
+        n = self._by_window(targets >= 0)
+        mean = self._by_window(losses) / n.clamp(min=1)
         self._means += torch.stack([n > 0, mean, mean.square()], -1).sum(0)
 
     def _by_window(self, values: Tensor) -> Tensor:
@@ -211,21 +238,32 @@ class _PositionSums:
         return torch.cat([bins, values.sum(1, keepdim=True)], dim=1)
 
     def by_position(self, world: World) -> tuple[list[JsonDict], Loss, float | None]:
-        """Bins [start, stop) that have targets, with losses and standard errors; then loss and error of all of them."""
-        losses, rows = self._sums.losses(world), []
-        *errors, error = (_standard_error(*sums) for sums in world.sum(self._means).tolist())
-        for (start, stop), loss, own in zip(pairwise(self._edges), losses, errors, strict=True):
+        """Return bins [start, stop) that have targets, with losses and standard errors.
+
+        Also return the loss and the standard error of all of them.
+        """
+        losses = self._sums.losses(world)
+        errors = [_standard_error(*sums) for sums in world.sum(self._means).tolist()]
+        rows = []
+        for (start, stop), loss, error in zip(
+            pairwise(self._edges), losses, errors[:-1], strict=True
+        ):
             if loss.tokens:
-                place = {"start": start, "stop": stop, "tokens": loss.tokens}
-                rows.append({**place, "loss": _finite(loss.per_token), "error": own})
-        return rows, total(losses), error
+                row = {"start": start, "stop": stop, "tokens": loss.tokens}
+                rows.append(row | {"loss": _finite(loss.per_token), "error": error})
+        return rows, total(losses), errors[-1]
 
 
-def _standard_error(n: float, mean: float, square: float) -> float | None:
-    """The standard error of the mean of n numbers, from their sum and that of their squares; None if there is one."""
+def _standard_error(n: float, total: float, squares: float) -> float | None:
+    """The standard error of the mean of n numbers; None for one number.
+
+    Args:
+        total: the sum of the numbers.
+        squares: the sum of their squares.
+    """
     if n < 2:
         return None
-    variance = max(0.0, square - mean * mean / n) / (n - 1)
+    variance = max(0.0, squares - total * total / n) / (n - 1)
     return _finite(math.sqrt(variance / n))
 
 

@@ -1,4 +1,4 @@
-"""A request that the engine continues: the text so far, why it ended, and what is reported while it grows."""
+"""A text that the engine continues: what it is so far, why it ended, what is reported meanwhile."""
 
 import codecs
 import time
@@ -22,9 +22,10 @@ FinishReason = Literal["length", "stop", "end_of_text"]
 class TextStream:
     """The text of a continuation that grows token by token.
 
-    A character of several tokens is returned when it is whole; bytes that are not UTF-8 become U+FFFD. Text that may be
-    the start of a stop string is held back until this is certain. Token boundaries do not matter: the text ends before
-    the first complete stop string (the longest, if several end at the same place).
+    A character of several tokens is returned when it is whole; bytes that are not UTF-8 become
+    U+FFFD. Text that may be the start of a stop string is held back until this is certain. Token
+    boundaries do not matter: the text ends before the first complete stop string (the longest, if
+    several end at the same place).
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -33,7 +34,8 @@ class TextStream:
         """Whether a stop string has ended the text."""
         self.n_chars = 0
         """Whole characters of all tokens so far, returned or not."""
-        self._tokenizer, self._stop = tokenizer, stop
+        self._tokenizer = tokenizer
+        self._stop = stop
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
 
@@ -52,12 +54,16 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + text
-        ends = [
-            (start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0
-        ]
+        ends = []
+        for stop in self._stop:
+            start = text.find(stop)
+            if start >= 0:
+                ends.append((start + len(stop), start))
         if ends:
-            self.stopped, self._held = True, ""
-            return text[: min(ends)[1]]
+            self.stopped = True
+            self._held = ""
+            _, start = min(ends)
+            return text[:start]
         beginnings = (stop[:n] for stop in self._stop for n in range(len(stop)))
         self._held = max(filter(text.endswith, beginnings), key=len, default="")
         return text.removesuffix(self._held)
@@ -68,7 +74,7 @@ class Token(NamedTuple):
 
     id: int
     offset: int
-    """Characters of the text before it. A character that began in an earlier token is not counted."""
+    """Characters of the text before it, without one that began in an earlier token."""
     logprob: float | None
     """In nats; None: nothing was read before it."""
     top: dict[int, float]
@@ -88,7 +94,10 @@ class Update(NamedTuple):
 
 
 Tell = Callable[[Update | Exception], None]
-"""Receives updates, or the error that ended the text. It runs in the engine's thread and must return at once."""
+"""Receives updates, or the error that ended the text.
+
+It runs in the engine's thread and must return at once.
+"""
 
 
 class Generation:
@@ -96,11 +105,11 @@ class Generation:
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None = None) -> None:
         """`tokenizer`: None: generate only token ids, without end."""
-        self.request, self.tokenizer = request, tokenizer
+        self.request = request
+        self.tokenizer = tokenizer
         # A class that has more settings would keep apart texts that are drawn in the same way.
-        self.sampling = SamplingConfig(
-            **request.sampling.model_dump(include=set(SamplingConfig.model_fields))
-        )
+        settings = request.sampling.model_dump(include=set(SamplingConfig.model_fields))
+        self.sampling = SamplingConfig(**settings)
         self.generator: torch.Generator | None = torch.Generator().manual_seed(request.seed)
         self.prefix = request.before
         """The text as far as it is read; None once it is a row of the engine's batch."""
@@ -111,7 +120,7 @@ class Generation:
         self.drawn: list[int] = []
         """The tokens drawn, including the one that ended the text."""
         self.text = ""
-        """Whole characters only, and without what could begin a stop string; after the prompt if that is echoed."""
+        """Whole characters only, without what could begin a stop string; with an echoed prompt."""
         self.tokens: list[Token] = []
         """The tokens that begin in `text`; empty if n_top is None."""
         self.finish_reason: FinishReason | None = None
@@ -121,9 +130,8 @@ class Generation:
         """Set this to make the text leave with the engine's next turn."""
         self.tell: Tell = lambda update: None
         self._told = time.monotonic()
-        self._stream = (
-            TextStream(tokenizer) if tokenizer else None
-        )  # of the prompt; then of the continuation
+        # Of the prompt; then of the continuation.
+        self._stream = TextStream(tokenizer) if tokenizer else None
         self._n_echoed = 0  # characters of the prompt in `text`
         self._later: list[Token] = []  # tokens that begin after `text`
 
@@ -135,18 +143,22 @@ class Generation:
     @property
     def n_tokens(self) -> int:
         """Tokens drawn, without the one that ended the text."""
-        ended = self.tokenizer and self.drawn and self.drawn[-1] in self.tokenizer.end_ids
-        return len(self.drawn) - bool(ended)
+        end_ids = self.tokenizer.end_ids if self.tokenizer else ()
+        if self.drawn and self.drawn[-1] in end_ids:
+            return len(self.drawn) - 1
+        return len(self.drawn)
 
     @property
     def may_skip(self) -> bool:
-        """Whether the logits of the prompt are not needed, so that a cached prefix can replace reading it."""
+        """Whether a cached prefix can replace reading the prompt: its logits are not needed."""
         return not self.request.echo or self.request.n_top is None
 
     def accept_prompt(self, prefix: Prefix, logits: Tensor) -> None:
-        """Take the prefix after the next T tokens of the prompt, and the logits (T, n_vocab) after each of them."""
-        start, ids = self.n_read, self.request.ids
-        self.prefix, self.n_read = prefix, self.n_read + len(logits)
+        """Take the prefix after the next T tokens of the prompt, and their logits (T, n_vocab)."""
+        ids = self.request.ids
+        start = self.n_read
+        self.prefix = prefix
+        self.n_read += len(logits)
         if len(ids) >= _LONG and time.monotonic() > self._told + _SECONDS_BETWEEN_REPORTS:
             self._told = time.monotonic()
             self.tell(Update(n_read=self.n_read))
@@ -162,7 +174,8 @@ class Generation:
             return
         ids = self.request.ids[self.request.prompt_start :] if self.request.echo else ()
         text = self.tokenizer.decode_bytes(ids).decode(errors="replace")
-        self._n_echoed, self._stream = len(text), TextStream(self.tokenizer, self.request.stop)
+        self._n_echoed = len(text)
+        self._stream = TextStream(self.tokenizer, self.request.stop)
         self._add(text, "length" if self.request.max_tokens == 0 else None)
 
     def accept(self, token_id: int, logits: Tensor) -> None:
@@ -171,9 +184,8 @@ class Generation:
         if self.tokenizer is None or self._stream is None:
             return
         if token_id in self.tokenizer.end_ids:
-            self._add(
-                self._stream.end(), "end_of_text" if token_id == self.tokenizer.eot_id else "stop"
-            )
+            is_end_of_text = token_id == self.tokenizer.eot_id
+            self._add(self._stream.end(), "end_of_text" if is_end_of_text else "stop")
             return
         text = self._push(self._stream, [token_id], logits.unsqueeze(0))
         if self._stream.stopped:
@@ -190,16 +202,17 @@ class Generation:
             self.tell(error)
 
     def _push(self, stream: TextStream, ids: Sequence[int], logits: Tensor) -> str:
-        """Push up to T tokens with the logits (T, n_vocab) that they were drawn from, and return their text."""
+        """Push up to T tokens with their logits (T, n_vocab), and return their text."""
         if self.request.n_top is None:
             return "".join(map(stream.push, ids))
         text = ""
         logprobs = logits.float().log_softmax(-1).clamp(min=_LEAST_LOGPROB)
         n_top = min(self.request.n_top, logprobs.shape[-1])
-        values, indices = (x.tolist() for x in logprobs.topk(n_top))
+        top_logprobs, top_ids = logprobs.topk(n_top)
         for i, token_id in enumerate(ids):
             logprob = logprobs[i, token_id].item()
-            top = dict(zip(indices[i], values[i], strict=True)) | {token_id: logprob}
+            top = dict(zip(top_ids[i].tolist(), top_logprobs[i].tolist(), strict=True))
+            top[token_id] = logprob
             self._later.append(Token(token_id, self._n_echoed + stream.n_chars, logprob, top))
             text += stream.push(token_id)
         return text
@@ -209,6 +222,7 @@ class Generation:
         self.finish_reason = finish_reason
         if text or finish_reason:
             n = sum(token.offset < len(self.text) for token in self._later)
-            tokens, self._later = tuple(self._later[:n]), self._later[n:]
+            tokens = tuple(self._later[:n])
+            self._later = self._later[n:]
             self.tokens += tokens
             self.tell(Update(text, tokens, finish_reason))

@@ -1,4 +1,4 @@
-"""The interface of lm-evaluation-harness: it asks for the log-likelihoods of texts, and for continuations."""
+"""What lm-evaluation-harness asks of a model: log-likelihoods of texts, and continuations."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,19 +23,25 @@ from model.gpt import GPT, GPTState
 from trainer.runtime import Runtime
 
 _MAX_NEW_TOKENS = 256  # for tasks without a limit, as in the harness's other models
-_CHUNK = (
-    512  # tokens of a text that go through the model at once: bounds memory for texts of any length
-)
-_LOGITS = 2**26  # computed at once
+# Tokens of a text that go through the model at once: bounds memory for texts of any length.
+_CHUNK = 512
+# Logits that are computed at once.
+_LOGITS = 2**26
 
 Text = tuple[list[int], int]
 """Token ids, and how many of them at the beginning, at least 1, are read but not scored."""
 Score = tuple[float, bool]
-"""The log-likelihood of the scored tokens in nats, each given all tokens before it; whether all are the likeliest."""
+"""The log-likelihood of the scored tokens, and whether all of them are the likeliest.
+
+It is in nats, of each token given all tokens before it.
+"""
 
 
 class HarnessModel(TemplateLM):
-    """Contexts are read unchanged. An empty context becomes <|endoftext|>, which precedes every text in training."""
+    """Contexts are read unchanged.
+
+    An empty context becomes <|endoftext|>, which precedes every text in training.
+    """
 
     def __init__(
         self,
@@ -45,10 +51,13 @@ class HarnessModel(TemplateLM):
         micro_batch: int,
         runtime: Runtime,
     ) -> None:
-        """`max_length`: maximum number of tokens that the model reads; None: no limit, the state is carried."""
+        """`max_length`: most tokens that the model reads; None: no limit, the state is carried."""
         super().__init__()
-        self.gpt, self._tokenizer, self.runtime = gpt, tokenizer, runtime
-        self.max_length, self.micro_batch = max_length or 2**62, micro_batch
+        self.gpt = gpt
+        self._tokenizer = tokenizer
+        self.max_length = max_length or 2**62
+        self.micro_batch = micro_batch
+        self.runtime = runtime
 
     @property
     def eot_token_id(self) -> int:
@@ -73,19 +82,31 @@ class HarnessModel(TemplateLM):
     def _fitting(self, context: list[int], continuation: list[int]) -> Text:
         """Context and continuation; cuts the start of the context if both together are too long."""
         if len(continuation) > self.max_length:
-            needed = f"a task needs {len(continuation)} tokens, max_length is {self.max_length}"
-            raise UserError(f"{needed}: raise max_length, or leave the task out")
+            raise UserError(
+                f"a task needs {len(continuation)} tokens, max_length is {self.max_length}: "
+                "raise max_length, or leave the task out"
+            )
         ids = (context + continuation)[-self.max_length - 1 :]
         return ids, len(ids) - len(continuation)
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-likelihoods of whole texts of any length, with the state carried along or in windows of max_length."""
-        each = [list(self._windows(request.args[0])) for request in requests]
-        windows = [window for text in each for window in text]
-        scores = iter(score(self.gpt, windows, self.micro_batch, self.runtime))
-        return [sum((next(scores)[0] for _ in text), 0.0) for text in each]
+        """Log-likelihoods of whole texts of any length, in windows of max_length.
+
+        Without a max_length, the state is carried along.
+        """
+        windows: list[Text] = []
+        owners: list[int] = []  # the request of each window
+        for index, request in enumerate(requests):
+            for window in self._windows(request.args[0]):
+                windows.append(window)
+                owners.append(index)
+        sums = [0.0] * len(requests)
+        scores = score(self.gpt, windows, self.micro_batch, self.runtime)
+        for index, (log_likelihood, _) in zip(owners, scores, strict=True):
+            sums[index] += log_likelihood
+        return sums
 
     def _windows(self, text: str) -> Iterator[Text]:
         """The harness's windows: each token is scored once, and the last window is full."""
@@ -113,29 +134,30 @@ class HarnessModel(TemplateLM):
                 track.advance(1)
         return [text.text for text in texts]
 
-    def _request(self, asked: Instance, seed: int) -> Request:
-        context, settings = asked.args
+    def _request(self, instance: Instance, seed: int) -> Request:
+        context, settings = instance.args
         settings = dict(normalize_gen_kwargs(settings, _MAX_NEW_TOKENS))
         n_new = settings["max_gen_toks"]
         if n_new >= self.max_length:
             raise UserError(
-                f"a task asks for {n_new} new tokens, but the model may read {self.max_length} in all"
+                f"a task asks for {n_new} new tokens, but the model may read {self.max_length} "
+                "in all"
             )
         ids = (self.tok_encode(context) or [self.eot_token_id])[n_new - self.max_length :]
-        usual = {
-            "temperature": 1.0 if settings.get("do_sample") else 0.0
-        }  # of a task that gives no settings
-        given = {
-            name: settings[name]
-            for name in SamplingConfig.model_fields
-            if settings.get(name) is not None
-        }
+        # The temperature of a task that gives none.
+        sampling = {"temperature": 1.0 if settings.get("do_sample") else 0.0}
+        for name in SamplingConfig.model_fields:
+            if settings.get(name) is not None:
+                sampling[name] = settings[name]
         stop = tuple(filter(None, settings["until"]))
-        return Request(tuple(ids), n_new, decode(SamplingConfig, usual | given), seed, stop)
+        return Request(tuple(ids), n_new, decode(SamplingConfig, sampling), seed, stop)
 
 
 def score(gpt: GPT, texts: Sequence[Text], micro_batch: int, runtime: Runtime) -> list[Score]:
-    """The score of each text, in order; `micro_batch` texts of similar length go through the model at once."""
+    """The score of each text, in order.
+
+    `micro_batch` texts of similar length go through the model at once.
+    """
     scores: dict[int, Score] = {}
     longest_first = sorted(range(len(texts)), key=lambda i: -len(texts[i][0]))
     with Track("scoring", len(texts)) as track, torch.inference_mode(), runtime.autocast():
@@ -147,24 +169,21 @@ def score(gpt: GPT, texts: Sequence[Text], micro_batch: int, runtime: Runtime) -
 
 
 def _score_batch(gpt: GPT, texts: Sequence[Text]) -> list[Score]:
-    sums = torch.zeros(
-        len(texts), 2, dtype=torch.float64, device=gpt.device
-    )  # log-likelihood; not greedy
-    state: GPTState | None = None
+    # Log-likelihood, and the number of tokens that are not the likeliest.
+    sums = torch.zeros(len(texts), 2, dtype=torch.float64, device=gpt.device)
     tokens = [torch.tensor(ids[:-1] or ids) for ids, _ in texts]
     targets = [torch.tensor([IGNORED] * (n - 1) + ids[n:], dtype=torch.int64) for ids, n in texts]
     token_chunks = pad_sequence(tokens, True).to(gpt.device).split(_CHUNK, dim=1)
     target_chunks = pad_sequence(targets, True, IGNORED).to(gpt.device).split(_CHUNK, dim=1)
-    for token_ids, wanted in zip(token_chunks, target_chunks, strict=True):  # (B, T)
+    n_at_once = max(1, _LOGITS // gpt.config.n_vocab_padded)
+    state: GPTState | None = None
+    for token_ids, target_ids in zip(token_chunks, target_chunks, strict=True):  # (B, T)
         x, state = gpt.features(token_ids, state, return_state=True)
-        for places in (wanted >= 0).nonzero().split(max(1, _LOGITS // gpt.config.n_vocab_padded)):
+        for places in (target_ids >= 0).nonzero().split(n_at_once):
             rows, positions = places.unbind(1)
-            target = wanted[rows, positions]
+            target = target_ids[rows, positions]
             logits = gpt.logits(x[rows, positions])  # (N, V)
-            nats = cross_entropy(
-                logits, target, reduction="none"
-            )  # autocast computes it in float32
-            missed = logits.argmax(-1) != target
-            scored = torch.stack([-nats.double(), missed], dim=1)
-            sums.index_add_(0, rows, scored)
-    return [(log_p, misses == 0) for log_p, misses in sums.tolist()]
+            nats = cross_entropy(logits, target, reduction="none")  # autocast uses float32
+            is_missed = logits.argmax(-1) != target
+            sums.index_add_(0, rows, torch.stack([-nats.double(), is_missed], dim=1))
+    return [(log_likelihood, n_missed == 0) for log_likelihood, n_missed in sums.tolist()]

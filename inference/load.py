@@ -23,7 +23,10 @@ class ModelConfig(Settings):
     checkpoint: Path
     """A run directory (its newest checkpoint), or a checkpoint."""
     average: bool
-    """Load the averaged weights, if the run has them (average in train.py); false: those of the last step."""
+    """Load the averaged weights, if the run has them (average in train.py).
+
+    false: those of the last step.
+    """
     runtime: DeviceConfig
 
 
@@ -41,8 +44,8 @@ class Loaded(NamedTuple):
         """Move the model to `device`, for evaluation.
 
         Args:
-            autocast: whether forward passes run in `runtime.autocast()`, which needs float32 weights for bfloat16
-                products; otherwise the weights get the runtime's dtype.
+            autocast: whether forward passes run in `runtime.autocast()`, which needs float32
+                weights for bfloat16 products; otherwise the weights get the runtime's dtype.
         """
         say_once(f"running on {self.runtime}")
         dtype = self.runtime.param_dtype if autocast else self.runtime.dtype
@@ -63,19 +66,23 @@ class Loaded(NamedTuple):
     def write_result(self, result: JsonDict, config: ModelConfig, kind: str) -> None:
         """Write a result into the run directory, as KIND.json and into evals/.
 
-        The name in evals/ has the checkpoint and every setting that affects the result and differs from its default.
+        The name in evals/ has the checkpoint, and every setting that affects the result and differs
+        from its default.
         """
-        usual = config.default_values()
-        given = config.model_dump(mode="json", exclude={"checkpoint", "runtime", "micro_batch"})
-        changed = {key: value for key, value in sorted(given.items()) if value != usual[key]}
+        defaults = config.default_values()
+        values = config.model_dump(mode="json", exclude={"checkpoint", "runtime", "micro_batch"})
+        words = [self.checkpoint.path.name]
+        if kind != "eval":
+            words.append(kind)
+        for key, value in sorted(values.items()):
+            if value == defaults[key]:
+                continue
+            if isinstance(value, list):
+                value = "-".join(map(str, value)) or "none"
+            words.append(f"{key}={value}")
         if config.runtime.dtype != "auto":
-            changed["runtime.dtype"] = config.runtime.dtype
-        settings = (
-            f"{key}={'-'.join(map(str, value)) or 'none' if isinstance(value, list) else value}"
-            for key, value in changed.items()
-        )
-        kinds = [] if kind == "eval" else [kind]
-        name = name_of([self.checkpoint.path.name, *kinds, *settings])
+            words.append(f"runtime.dtype={config.runtime.dtype}")
+        name = name_of(words)
         text = json.dumps(result, indent=2, default=str) + "\n"
         self.checkpoint.write_result(f"evals/{name}.json", text)
         self.checkpoint.write_result(f"{kind}.json", text)
@@ -91,8 +98,8 @@ def open_dataset(dataset_dir: Path, tokenizer: Tokenizer) -> Manifest:
     if not tokenizer.extends(manifest.tokenizer.sha256):
         raise UserError(
             f"dataset_dir={dataset_dir} was made with tokenizer {manifest.tokenizer.name} (n_vocab "
-            f"{manifest.tokenizer.n_vocab}), the model with {tokenizer.name} (n_vocab {tokenizer.n_vocab}): "
-            "prepare the dataset with the model's tokenizer"
+            f"{manifest.tokenizer.n_vocab}), the model with {tokenizer.name} (n_vocab "
+            f"{tokenizer.n_vocab}): prepare the dataset with the model's tokenizer"
         )
     return manifest
 
@@ -106,8 +113,7 @@ def load(config: ModelConfig) -> Loaded:
     runtime = open_runtime(config.runtime)
     checkpoint = open_model(config.checkpoint)
     if checkpoint.state.average is not None:
-        say(
-            f"{checkpoint.path}: {'averaged weights' if config.average else 'the weights of the last step'}"
-        )
+        which = "averaged weights" if config.average else "the weights of the last step"
+        say(f"{checkpoint.path}: {which}")
     identity = checkpoint.identity(config.average)
     return Loaded(checkpoint, *load_model(checkpoint, config.average), runtime, identity)

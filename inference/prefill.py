@@ -1,4 +1,4 @@
-"""A request to continue a text, and the reading of its prompt, `chunk_of` tokens at a time."""
+"""A request to continue a text, and the reading of its prompt, `chunk_size` tokens at a time."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -21,9 +21,10 @@ _LONG = 64 * CHUNK  # tokens: the progress of reading fewer is not shown
 
 
 class Prefix(NamedTuple):
-    """The state after B texts, one per row, with all that is needed to continue them. A value, like a state.
+    """The state after B texts, one per row, with all that is needed to continue them.
 
-    `cat_states` and `select_rows` (model/state.py) join batches of texts of any lengths, and take rows out of one.
+    It is a value, like a state. `cat_states` and `select_rows` (model/state.py) join batches of
+    texts of any lengths, and take rows out of one.
     """
 
     logits: Tensor
@@ -46,7 +47,7 @@ class Request:
     stop: tuple[str, ...] = ()
     """Strings that end the continuation; they are not included in it."""
     n_top: int | None = None
-    """Report every token's log-probability and this many of the most likely tokens; None: neither."""
+    """Report log-probabilities: each token's and this many likeliest ones'; None: none."""
     echo: bool = False
     """Whether to report the prompt too."""
     prompt_start: int = 0
@@ -76,7 +77,9 @@ def read(
     end_ids: Sequence[int] = (-1,),
     step: Callable[..., Any] | None = None,
 ) -> tuple[Prefix, Tensor]:
-    """Read (B, T) more tokens of B texts. Return the new prefix, and the logits after each token, (B, T, n_vocab).
+    """Read (B, T) more tokens of B texts.
+
+    Return the new prefix, and the logits after each token, (B, T, n_vocab).
 
     Args:
         n_vocab: ids from here on, the padding of the embedding, are never drawn.
@@ -85,7 +88,8 @@ def read(
         step: called instead of the model; its next call may overwrite the returned state.
     """
     token_ids = token_ids.to(gpt.device)
-    logits, state = (step or gpt)(token_ids, before and before.state, return_state=True)
+    state = None if before is None else before.state
+    logits, state = (step or gpt)(token_ids, state, return_state=True)
     logits = logits[..., :n_vocab]
     last = logits[:, -1].clone()  # a view would keep the logits of all tokens
     seen = before.seen.clone() if before else torch.zeros_like(last, dtype=torch.bool)
@@ -95,26 +99,27 @@ def read(
     return Prefix(last, seen, state), logits
 
 
-def chunk_of(gpt: GPT) -> int:
+def chunk_size(gpt: GPT) -> int:
     """Return how many tokens of a prompt go through the model at once.
 
-    This bounds memory, and the time that other texts wait in the server. All prompts are cut at its multiples, so
-    stopping at a multiple and continuing later does not change the bits.
+    This bounds memory, and the time that other texts wait in the server. All prompts are cut at its
+    multiples, so stopping at a multiple and continuing later does not change the bits.
     """
     return CHUNK if gpt.device.type == "cpu" else _OF_GPUS
 
 
 def prefill(gpt: GPT, tokenizer: Tokenizer, request: Request, to_end: bool = False) -> Request:
-    """Read the whole chunks of a request's prompt, or all of it with `to_end`, and return the request that is left.
+    """Read the whole chunks of a request's prompt, or all of it with `to_end`.
 
-    The progress of a long prompt is shown.
+    Return the request that is left. The progress of a long prompt is shown.
     """
-    size = chunk_of(gpt)
+    size = chunk_size(gpt)
     n = len(request.ids) if to_end else len(request.ids) // size * size
-    before, track = request.before, Track("reading: tokens", n) if n >= _LONG else None
+    before = request.before
+    track = Track("reading: tokens", n) if n >= _LONG else None
     with track or contextlib.nullcontext():
         for start in range(0, n, size):
-            chunk = torch.tensor([request.ids[start : start + size]])
+            chunk = torch.tensor([request.ids[start : min(start + size, n)]])
             before, _ = read(gpt, chunk, tokenizer.n_vocab, before, tokenizer.end_ids)
             if track:
                 track.advance(chunk.shape[1])

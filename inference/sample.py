@@ -24,7 +24,6 @@ from inference.generation import Generation
 from inference.load import Loaded, ModelConfig, load
 from inference.prefill import Request, prefill
 from inference.sampling import SamplingConfig
-from inference.state_file import check_place, load_state, save_state
 from model.gpt import GPT
 
 _NO_TOKENS = ": the text ended at once; try another seed or prompt, or, to chat, interactive=true"
@@ -44,21 +43,20 @@ class SampleConfig(SamplingConfig, ModelConfig, defaults="sample"):
     """Hold a conversation that begins with the prompt."""
     system: str
     """The system's message, with which a conversation begins."""
-    state_in: Path | None
-    """Go on after the text whose state this file has: the prompt follows it."""
-    state_out: Path | None
-    """Write the state after the prompt, or after the conversation, to this file."""
-    max_new_tokens: int = Field(ge=0)
-    """Longest continuation, or answer; a text may end before. 0, with state_out: only read the prompt."""
+    max_new_tokens: int = Field(ge=1)
+    """Longest continuation, or answer; a text may end before."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...]
-    """Strings that end a continuation and are not included in it; on the command line a JSON list of them, or one, in
-    which \\n and \\t are a new line and a tab."""
+    """Strings that end a continuation and are not included in it.
+
+    On the command line it is a JSON list of them, or one, in which \\n and \\t are a new line and a
+    tab.
+    """
     num_samples: int = Field(ge=1)
     """Continuations of each prompt; number i has seed + i."""
     seed: int = Field(ge=0, lt=2**62)
     """Seed of the sampling."""
     micro_batch: int = Field(ge=1)
-    """Continuations that go through the model at once; they are printed in the order of the prompts."""
+    """Continuations that go through the model at once; they are printed in order."""
     output: Literal["text", "json"]
     """json: a line of JSON for each continuation."""
 
@@ -67,11 +65,10 @@ class SampleConfig(SamplingConfig, ModelConfig, defaults="sample"):
     def _one_or_a_list(cls, raw: Any) -> Any:
         if not isinstance(raw, str):
             return raw
+        if not raw.startswith("["):  # as it is typed within a shell's quotes
+            return (raw.replace("\\n", "\n").replace("\\t", "\t"),)
         try:
-            text = raw.replace("\\n", "\n").replace(
-                "\\t", "\t"
-            )  # as they are typed within a shell's quotes
-            return parse_json(raw.encode()) if raw.startswith("[") else (text,)
+            return parse_json(raw.encode())
         except ValueError as error:
             raise ValueError(
                 f'{error}: give a text, or a JSON list of texts such as \'["\\n\\n", "END"]\''
@@ -79,28 +76,22 @@ class SampleConfig(SamplingConfig, ModelConfig, defaults="sample"):
 
     @model_validator(mode="after")
     def _go_together(self) -> "SampleConfig":
-        given = [key for key in ("prompt", "prompt_file", "prompts_file") if getattr(self, key)]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are both given: give one")
-        usual = {"prompts_file": None, "num_samples": 1, "output": "text"}
-        odd = [key for key, value in usual.items() if getattr(self, key) != value]
-        if self.prompt == "-":
-            odd.append("prompt")
-        if self.interactive and odd:
-            raise ValueError(
-                f"{odd[0]}={getattr(self, odd[0])} cannot be used with interactive=true: leave one out"
-            )
+        prompts = {
+            "prompt": self.prompt,
+            "prompt_file": self.prompt_file,
+            "prompts_file": self.prompts_file,
+        }
+        keys = [key for key, value in prompts.items() if value]
+        if len(keys) > 1:
+            raise ValueError(f"{' and '.join(keys)} are both given: give one")
         if self.system and not self.interactive:
             raise ValueError(
                 "system is for conversations: give interactive=true too, or put it into prompt"
             )
-        if self.state_out and self.prompts_file:
+        if self.interactive and (self.prompts_file or self.prompt == "-"):
             raise ValueError(
-                "state_out is for one text: give prompt or prompt_file in place of prompts_file"
-            )
-        if self.max_new_tokens == 0 and (self.interactive or not self.state_out):
-            raise ValueError(
-                "max_new_tokens=0 only reads the prompt: give state_out=FILE too, or more tokens"
+                "a conversation with interactive=true begins with one prompt, and its lines come "
+                "from standard input: give prompt or prompt_file"
             )
         return self
 
@@ -113,16 +104,12 @@ def run_sampling(config: SampleConfig) -> None:
     console.stderr = True
     try:
         prompts = read_prompts(config)
-        if config.state_out:
-            check_place(config.state_out)
         loaded = load(config)
         loaded.place(loaded.runtime.device, autocast=False)
+        # In training, every text follows the end of another.
         request = Request(
-            (loaded.tokenizer.eot_id,)
-        )  # in training, every text follows the end of another
-        if config.state_in:
-            request = load_state(config.state_in, loaded)
-        request = replace(request, sampling=config, seed=config.seed, stop=config.stop)
+            (loaded.tokenizer.eot_id,), sampling=config, seed=config.seed, stop=config.stop
+        )
         if config.interactive:
             _converse(loaded, prompts[0], request, config)
         else:
@@ -144,33 +131,32 @@ def _converse(loaded: Loaded, prompt: str, request: Request, config: SampleConfi
         converse(conversation, config.max_new_tokens, prompt if conversation.chat else "")
     finally:
         loaded.checkpoint.write_result("sample.txt", conversation.text + "\n")
-    if config.state_out:
-        save_state(config.state_out, conversation.request, loaded)
 
 
 def _continue(loaded: Loaded, prompts: list[str], request: Request, config: SampleConfig) -> None:
-    """Print every continuation in order, the current one while it grows; the others grow with it."""
-    tokenizer, n_samples, texts = loaded.tokenizer, config.num_samples, config.output == "text"
+    """Print every continuation in order, one while it grows; the others grow with it."""
+    tokenizer = loaded.tokenizer
+    is_text = config.output == "text"
     engine = Engine(loaded.gpt, tokenizer.n_vocab, config.micro_batch, end_ids=tokenizer.end_ids)
     samples = _samples(loaded, prompts, request, config, engine)
-    if not samples:  # max_new_tokens=0
-        return
     engine.submit(sample for _, sample in samples)
     started = time.perf_counter()
     try:
         engine.turn()  # the model's own messages come here, not in the middle of a text
         for i, (prompt, sample) in enumerate(samples):
-            if texts:
-                show(_heading(i, len(prompts), n_samples, sample.request.seed) + prompt)
+            if is_text:
+                heading = _heading(i, len(prompts), config.num_samples, sample.request.seed)
+                show(heading + prompt)
             for text in stream(engine, sample):
-                if texts:
+                if is_text:
                     show(text)
-            show("\n" if texts else json.dumps(_record(prompt, sample)) + "\n")
+            show("\n" if is_text else json.dumps(_record(prompt, sample)) + "\n")
     except KeyboardInterrupt:
         show("\n")
         raise
     finally:  # interrupted texts are kept too
-        if begun := [prompt + sample.text for prompt, sample in samples if sample.drawn]:
+        begun = [prompt + sample.text for prompt, sample in samples if sample.drawn]
+        if begun:
             loaded.checkpoint.write_result("sample.txt", "\n\n---\n\n".join(begun) + "\n")
         say_rate(sum(sample.n_tokens for _, sample in samples), time.perf_counter() - started)
 
@@ -178,22 +164,22 @@ def _continue(loaded: Loaded, prompts: list[str], request: Request, config: Samp
 def _samples(
     loaded: Loaded, prompts: list[str], request: Request, config: SampleConfig, engine: Engine
 ) -> list[tuple[str, Generation]]:
-    """The continuations to draw, with their prompts. A single prompt is read here, once for all samples.
+    """The continuations to draw, with their prompts. A single prompt is read here, for all samples.
 
     Raises:
         UserError: a prompt is too long for the model, or for memory.
     """
-    tokenizer, samples = loaded.tokenizer, []
+    tokenizer = loaded.tokenizer
+    samples = []
     for prompt in prompts:
         ids = (*request.ids, *tokenizer.encode(prompt))
-        asked = replace(request, ids=ids, max_tokens=config.max_new_tokens)
-        engine.check(asked)
+        continuation = replace(request, ids=ids, max_tokens=config.max_new_tokens)
+        engine.check(continuation)
         if len(prompts) == 1:
-            asked = prefill(loaded.gpt, tokenizer, asked)
-        if config.state_out:
-            save_state(config.state_out, asked, loaded)
-        for i in range(config.num_samples if config.max_new_tokens else 0):
-            samples.append((prompt, Generation(replace(asked, seed=config.seed + i), tokenizer)))
+            continuation = prefill(loaded.gpt, tokenizer, continuation)
+        for i in range(config.num_samples):
+            sample = Generation(replace(continuation, seed=config.seed + i), tokenizer)
+            samples.append((prompt, sample))
     return samples
 
 
@@ -211,9 +197,12 @@ def _record(prompt: str, sample: Generation) -> JsonDict:
 def _heading(i: int, n_prompts: int, n_samples: int, seed: int) -> str:
     """A line that names the i-th of all continuations; empty if it is the only one."""
     prompt, sample = divmod(i, n_samples)
-    which = [f"prompt {prompt + 1} of {n_prompts}"] if n_prompts > 1 else []
-    which += [f"sample {sample + 1} of {n_samples}"] if n_samples > 1 else []
-    return f"--- {', '.join(which)}, seed {seed}\n" if which else ""
+    names = []
+    if n_prompts > 1:
+        names.append(f"prompt {prompt + 1} of {n_prompts}")
+    if n_samples > 1:
+        names.append(f"sample {sample + 1} of {n_samples}")
+    return f"--- {', '.join(names)}, seed {seed}\n" if names else ""
 
 
 def read_prompts(config: SampleConfig) -> list[str]:
@@ -223,6 +212,11 @@ def read_prompts(config: SampleConfig) -> list[str]:
         UserError: they cannot be read, or there are none.
     """
     path = config.prompt_file or config.prompts_file
+    source = "the prompt"
+    if config.prompt_file:
+        source = f"prompt_file={path}"
+    elif config.prompts_file:
+        source = f"prompts_file={path}"
     try:
         text = sys.stdin.read(_LONGEST) if config.prompt == "-" else config.prompt
         if path:
@@ -230,15 +224,11 @@ def read_prompts(config: SampleConfig) -> list[str]:
                 text = file.read(_LONGEST)
         if "\0" in text:  # UTF-16 has them, and text has none
             raise UnicodeError
-        f"{config.system}{text}".encode()  # fails on the surrogates that stand for an argument's invalid bytes
-    except (OSError, UnicodeError) as error:
-        source = (
-            f"{'prompt_file' if config.prompt_file else 'prompts_file'}={path}"
-            if path
-            else "the prompt"
-        )
-        if isinstance(error, OSError):
-            raise UserError(f"{source} cannot be read: {error.strerror}") from None
+        # An argument's invalid bytes are surrogates, which fail here.
+        f"{config.system}{text}".encode()
+    except OSError as error:
+        raise UserError(f"{source} cannot be read: {error.strerror}") from None
+    except UnicodeError:
         raise UserError(
             f"{source} is not in UTF-8: convert it, as in iconv -f UTF-16 -t UTF-8 OLD > NEW"
         ) from None
@@ -247,22 +237,25 @@ def read_prompts(config: SampleConfig) -> list[str]:
             f"the prompt has {_LONGEST:,} characters or more, or no end: give a shorter one"
         )
     text = text.removeprefix("\ufeff")  # the byte order mark
-    if not config.prompts_file:
-        return [
-            re.sub(r"\r?\n\Z", "", text) if path or config.prompt == "-" else text
-        ]  # how a file or `echo` ends
-    if not (prompts := [line for line in re.split(r"\r?\n", text) if line]):
-        raise UserError(f"prompts_file={path} has no prompts: write one per line")
-    return prompts
+    if config.prompts_file:
+        prompts = [line for line in re.split(r"\r?\n", text) if line]
+        if not prompts:
+            raise UserError(f"prompts_file={path} has no prompts: write one per line")
+        return prompts
+    if path or config.prompt == "-":  # a file, and what `echo` prints, end with a new line
+        text = re.sub(r"\r?\n\Z", "", text)
+    return [text]
 
 
 class Conversation:
     """A conversation of a person and a model. The model reads exactly the text that was shown.
 
-    An answer may end within a token: before a stop string, or at an incomplete character. So the model rereads the
-    shown part of the answer, followed by the next text, from the state before the answer.
+    An answer may end within a token: before a stop string, or at an incomplete character. So the
+    model rereads what was shown of the answer, followed by the next text, from the state before the
+    answer.
 
-    With a chat model, a person's texts are messages, and <|end|> closes every answer, also one that was cut.
+    With a chat model, a person's texts are messages, and <|end|> closes every answer, also one that
+    was cut.
     """
 
     def __init__(self, gpt: GPT, tokenizer: Tokenizer, request: Request) -> None:
@@ -277,7 +270,8 @@ class Conversation:
         """The text so far. Its `ids` are the last answer, which the model has yet to read."""
         self.chat = tokenizer if isinstance(tokenizer, ChatTokenizer) else None
         """The tokenizer, if it has markers."""
-        self._gpt, self._tokenizer = gpt, tokenizer
+        self._gpt = gpt
+        self._tokenizer = tokenizer
         self._generator = torch.Generator().manual_seed(request.seed)
         self._engine = Engine(gpt, tokenizer.n_vocab, max_streams=1, end_ids=tokenizer.end_ids)
 
@@ -285,24 +279,30 @@ class Conversation:
         """Read the last answer and what a person writes after it.
 
         Raises:
-            UserError: the text does not fit into learned positions or memory; the conversation is unchanged.
+            UserError: the text does not fit into learned positions or memory; the conversation is
+                unchanged.
         """
         new = self._tokenizer.encode(text)
         if self.chat and text:
             new = self.chat.encode_chat([("user", text)], answer=True)
-            text = "\n" * bool(self.text) + f"> {text}\n"
+            text = f"\n> {text}\n" if self.text else f"> {text}\n"
         request = replace(self.request, ids=(*self.request.ids, *new))
         self._engine.check(request)
         self.request = prefill(self._gpt, self._tokenizer, request, to_end=True)
-        self.text, self.ended = self.text + text, False
+        self.text += text
+        self.ended = False
 
     def answer(self, max_new_tokens: int) -> Iterator[str]:
-        """Yield what the model writes next as it comes. If the caller stops listening, the answer ends there."""
+        """Yield what the model writes next as it comes.
+
+        If the caller stops listening, the answer ends there.
+        """
         self.add("")
         n_new = max_new_tokens if self.left is None else min(max_new_tokens, self.left)
         if n_new == 0:
             return
-        # One more token than wanted: at its limit, a generation would show an incomplete last character.
+        # One more token than wanted: at its limit, a generation would show an incomplete last
+        # character.
         answer = Generation(replace(self.request, max_tokens=n_new + 1), self._tokenizer)
         answer.generator = self._generator
         self._engine.submit([answer])
@@ -316,15 +316,25 @@ class Conversation:
             self.ended = answer.finish_reason == "end_of_text" and not self.chat
             self.n_tokens += answer.n_tokens
             self.text += shown
-            drawn = answer.drawn[: answer.n_tokens]
-            while not shown.startswith(
-                text := self._tokenizer.decode_bytes(drawn).decode(errors="replace")
-            ):
-                drawn.pop()
-            drawn += self._tokenizer.encode(shown[len(text) :])
-            drawn += [self.chat.end_id] if self.chat else [self._tokenizer.eot_id] * self.ended
-            self.request = replace(self.request, ids=tuple(drawn))
+            self.request = replace(self.request, ids=self._read_again(answer, shown))
             self._engine.turn()  # the answer leaves, and its memory is free
+
+    def _read_again(self, answer: Generation, shown: str) -> tuple[int, ...]:
+        """Return the ids of what was shown of an answer, and of its end."""
+        ids = answer.drawn[: answer.n_tokens]
+        text = self._decoded(ids)
+        while not shown.startswith(text):
+            ids.pop()
+            text = self._decoded(ids)
+        ids += self._tokenizer.encode(shown[len(text) :])
+        if self.chat:
+            ids.append(self.chat.end_id)
+        elif self.ended:
+            ids.append(self._tokenizer.eot_id)
+        return tuple(ids)
+
+    def _decoded(self, ids: list[int]) -> str:
+        return self._tokenizer.decode_bytes(ids).decode(errors="replace")
 
     @property
     def left(self) -> int | None:
@@ -334,41 +344,55 @@ class Conversation:
 
 
 def converse(conversation: Conversation, max_new_tokens: int, message: str = "") -> None:
-    """Take turns at the terminal, or with lines from a pipe, until the input ends. A message comes before the first."""
+    """Take turns at the terminal, or with lines from a pipe, until the input ends.
+
+    `message`: comes before the first of them.
+    """
     with contextlib.suppress(ImportError):  # it gives `input` line editing and a history
         import readline  # noqa: F401
     how = "Type a message, and the model answers."
     if not conversation.chat:
         say(
-            "this model continues texts and does not answer: train.py experiment=chat makes one that does"
+            "this model continues texts and does not answer: train.py experiment=chat makes one "
+            "that does"
         )
         how = "Type a text, and the model continues it. Press Enter alone to let it continue."
     say(
-        f"{how} End a line with \\ to add another line. Ctrl-C stops an answer, Ctrl-D ends the conversation."
+        f"{how} End a line with \\ to add another line. Ctrl-C stops an answer, Ctrl-D ends the "
+        "conversation."
     )
-    if before := conversation.text or (f"> {message}" if message else ""):
-        show(before + "\n")
+    if conversation.text:
+        show(conversation.text + "\n")
+    elif message:
+        show(f"> {message}\n")
     seconds = 0.0
-    while (text := message or _ask()) is not None:
-        started, end, message = time.perf_counter(), "\n", ""
-        if conversation.chat and not text:
-            continue
-        try:
-            conversation.add(text)
-            for answer in conversation.answer(max_new_tokens):
-                show(answer)
-            if conversation.ended:
-                end = "\n(the model ends the text here)\n"
-        except KeyboardInterrupt:  # it ends this answer only
-            pass
-        except UserError as error:
-            show(f"({error})")
-        seconds += time.perf_counter() - started
-        show(end)
+    text = message or _ask()
+    while text is not None:
+        if text or not conversation.chat:
+            started = time.perf_counter()
+            end = _show_answer(conversation, text, max_new_tokens)
+            seconds += time.perf_counter() - started
+            show(end)
         if conversation.left == 0:
             say("the conversation has reached the model's last position: start a new one")
             break
+        text = _ask()
     say_rate(conversation.n_tokens, seconds, "")
+
+
+def _show_answer(conversation: Conversation, text: str, max_new_tokens: int) -> str:
+    """Show the answer to a text as it comes, and return what to show after it."""
+    try:
+        conversation.add(text)
+        for answer in conversation.answer(max_new_tokens):
+            show(answer)
+        if conversation.ended:
+            return "\n(the model ends the text here)\n"
+    except KeyboardInterrupt:  # it ends this answer only
+        pass
+    except UserError as error:
+        show(f"({error})")
+    return "\n"
 
 
 def _ask() -> str | None:
@@ -392,6 +416,5 @@ def _ask() -> str | None:
 
 def say_rate(n_tokens: int, seconds: float, none: str = _NO_TOKENS) -> None:
     """Print how many tokens were drawn, and how fast, or `none`."""
-    say(
-        f"({count(n_tokens, 'token')}{f', {n_tokens / max(seconds, 1e-9):.0f} a second' if n_tokens else none})"
-    )
+    rate = f", {n_tokens / max(seconds, 1e-9):.0f} a second" if n_tokens else none
+    say(f"({count(n_tokens, 'token')}{rate})")

@@ -13,17 +13,23 @@ NOT_FINITE = (
 )
 
 _ONE = 2**52
-"""The weight of probability 1. Weights are integers, because their sums do not depend on the order of the terms, so a
-draw does not depend on other texts. They are exact in float64, which has all integers up to 2^53."""
+"""The weight of probability 1.
+
+Weights are integers, because their sums do not depend on the order of the terms, so a draw does not
+depend on other texts. They are exact in float64, which has all integers up to 2^53.
+"""
 
 _CPU_ROWS = 4  # rows at once on a CPU: more do not fit into its caches
 
 
 class SamplingConfig(Settings):
-    """How the next token is drawn. The settings apply in this order; the defaults leave the model's distribution."""
+    """How the next token is drawn. The settings apply in this order.
+
+    The defaults leave the model's distribution.
+    """
 
     repetition_penalty: float = Field(default=1.0, ge=0.001, le=1000)
-    """Above 1, tokens that occur in the text so far, prompt included, become less likely; 1: off."""
+    """Above 1, tokens that occur in the text so far, prompt included, become less likely."""
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Below 1 sharpens, above 1 flattens; 0 takes the most likely token."""
     top_k: int | None = Field(default=None, ge=1)
@@ -31,7 +37,7 @@ class SamplingConfig(Settings):
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Sample among the fewest tokens whose probabilities add up to this much; null: all."""
     min_p: float | None = Field(default=None, ge=0, le=1)
-    """Sample among the tokens at least this many times as likely as the most likely one; null: all."""
+    """Sample among tokens at least this many times as likely as the likeliest; null: all."""
 
 
 def draw(
@@ -40,25 +46,26 @@ def draw(
     samplings: Sequence[SamplingConfig],
     generators: Sequence[torch.Generator | None],
 ) -> list[int]:
-    """Draw the next token of every text, on the device of the logits; -1 if a text's logits are not finite in float32.
+    """Draw the next token of every text, on the device of the logits.
 
-    A token depends only on the row, settings and generator of its own text.
+    It is -1 if a text's logits are not finite in float32. A token depends only on the row, settings
+    and generator of its own text.
 
     Args:
-        logits: (B, V).
-        seen: the tokens that repetition_penalty applies to, bool (B, V).
-        generators: sources of randomness, on the CPU, one for each text; None: torch's own. A draw takes one number.
+        logits: (B, V). seen: the tokens that repetition_penalty applies to, bool (B, V).
+        generators: sources of randomness, on the CPU, one for each text; None: torch's own. A draw
+            takes one number.
     """
-    uniform = torch.stack(
-        [torch.rand((), dtype=torch.float64, generator=each) for each in generators]
-    )
-    uniform = uniform.to(logits.device)
+    numbers = [torch.rand((), dtype=torch.float64, generator=source) for source in generators]
+    uniform = torch.stack(numbers).to(logits.device)
     drawn = torch.empty_like(uniform, dtype=torch.int64)
-    for sampling in dict.fromkeys(samplings):
-        alike = [row for row, each in enumerate(samplings) if each == sampling]
-        rows = torch.tensor(alike, device=logits.device)
-        for some in rows.split(_CPU_ROWS if logits.is_cpu else len(rows)):
-            drawn[some] = _draw(logits.index_select(0, some), seen[some], sampling, uniform[some])
+    rows_of: dict[SamplingConfig, list[int]] = {}
+    for row, sampling in enumerate(samplings):
+        rows_of.setdefault(sampling, []).append(row)
+    for sampling, rows in rows_of.items():
+        n_at_once = _CPU_ROWS if logits.is_cpu else len(rows)
+        for index in torch.tensor(rows, device=logits.device).split(n_at_once):
+            drawn[index] = _draw(logits[index], seen[index], sampling, uniform[index])
     return drawn.tolist()
 
 
@@ -69,17 +76,17 @@ def _draw(logits: Tensor, seen: Tensor, sampling: SamplingConfig, uniform: Tenso
     ids, weights = weigh(logits, seen, sampling)  # arbitrary for rows that are not finite
     sums = weights.cumsum(-1)
     places = (uniform * sums[:, -1]).long().unsqueeze(-1)
-    found = torch.searchsorted(sums, places, right=True)  # (B, 1)
-    found = found.clamp(max=sums.shape[-1] - 1)
-    return ids.gather(-1, found).squeeze(-1).where(finite, -1)
+    indices = torch.searchsorted(sums, places, right=True)  # (B, 1)
+    indices = indices.clamp(max=sums.shape[-1] - 1)
+    return ids.gather(-1, indices).squeeze(-1).where(finite, -1)
 
 
 def weigh(logits: Tensor, seen: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
-    """Ids and weights, both int64 (B, K), of all tokens that can be drawn; a weight of 0 is never drawn.
+    """Ids and weights, both int64 (B, K), of all tokens that can be drawn.
 
-    Weights are in proportion to probabilities, in multiples of 2^-52 before top_p and min_p remove tokens.
-
-    Probabilities are computed in float64, in which no accepted setting makes a logit infinite.
+    A weight of 0 is never drawn. Weights are in proportion to probabilities, in multiples of 2^-52
+    before top_p and min_p remove tokens. Probabilities are computed in float64, in which no
+    accepted setting makes a logit infinite.
 
     Args:
         logits: finite, float32 (B, V).
@@ -87,14 +94,16 @@ def weigh(logits: Tensor, seen: Tensor, sampling: SamplingConfig) -> tuple[Tenso
     """
     n_vocab = logits.shape[-1]
     if sampling.repetition_penalty != 1:
-        # Keskar et al. 2019 (CTRL), eq. 1, divides logits by the penalty. Negative ones are multiplied by it, as other
-        # programs do: dividing them would make the token more likely.
-        logits, penalty = logits.double(), sampling.repetition_penalty
+        # Keskar et al. 2019 (CTRL), eq. 1, divides logits by the penalty. Negative ones are
+        # multiplied by it, as other programs do: dividing them would make the token more likely.
+        logits = logits.double()
+        penalty = sampling.repetition_penalty
         logits = logits.where(~seen, torch.where(logits > 0, logits / penalty, logits * penalty))
     if sampling.temperature == 0:
         ids = logits.argmax(-1, keepdim=True)
         return ids, torch.ones_like(ids)
-    # With the largest logit at 0, no temperature makes exp overflow. GPUs divide by multiplying with the reciprocal.
+    # With the largest logit at 0, no temperature makes exp overflow. GPUs divide by multiplying
+    # with the reciprocal.
     largest = logits.amax(-1, keepdim=True).double()
     temperature = max(sampling.temperature, 1e-300)
     if sampling.top_k is not None and sampling.top_k < n_vocab:
@@ -103,8 +112,8 @@ def weigh(logits: Tensor, seen: Tensor, sampling: SamplingConfig) -> tuple[Tenso
         ids = torch.arange(n_vocab, device=logits.device).expand_as(logits)
     weights = (logits - largest).div_(temperature).softmax(-1).mul_(_ONE).long()
     if sampling.top_p is not None and sampling.top_p < 1:
-        found, weights = _nucleus(logits, weights, sampling.top_p)
-        ids = ids.gather(-1, found)
+        indices, weights = _nucleus(logits, weights, sampling.top_p)
+        ids = ids.gather(-1, indices)
     if sampling.min_p is not None:  # Nguyen et al. 2024, section 3
         likeliest = weights.amax(-1, keepdim=True).double()
         least = (sampling.min_p * likeliest).ceil().long()
@@ -113,9 +122,13 @@ def weigh(logits: Tensor, seen: Tensor, sampling: SamplingConfig) -> tuple[Tenso
 
 
 def _nucleus(logits: Tensor, weights: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Indices and weights (B, n) of the nucleus, descending; weights outside it are 0. Of equals, the first come in."""
+    """Indices and weights (B, n) of the nucleus, descending; weights outside it are 0.
+
+    Of equally likely tokens, the first come in.
+    """
     total = weights.sum(-1, keepdim=True).double()
-    # Weights below this add up to less than 1 - top_p, so the nucleus has none of them, and most need not be sorted.
+    # Weights below this add up to less than 1 - top_p, so the nucleus has none of them, and most
+    # need not be sorted.
     least = ((1 - top_p) / weights.shape[-1] * total).long()
     n_large = (weights >= least).sum(-1)
     indices, logits = _largest(logits, max(1, int(n_large.max())))

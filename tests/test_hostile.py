@@ -314,7 +314,7 @@ def first_shard(manifest):
         (lambda m: first_shard(m).update(tokens=2**60), "or less"),
         (lambda m: m["splits"].pop("val"), "splits"),
         (lambda m: m.update({"\x1b[2J\n": 1}), "is damaged"),
-        (lambda m: m.update(format_version=1), "has format version 1, this program reads 2"),
+        (lambda m: m.update(format_version=1), "has format version 1, this program reads 3"),
         (lambda m: m.update(set_names=["\x1b[2J"]), "printable"),
         (lambda m: m.update(set_names=[*m["set_names"], *map(str, range(2**16))]), "give at most 65536 values"),
         (lambda m: m["tokenizer"].update(n_vocab=2**40), "n_vocab"),

@@ -1,4 +1,4 @@
-"""Reading files that may be compressed, damaged, or in another encoding, in bounded memory."""
+"""Reading files that may be compressed, damaged, or not text, in bounded memory."""
 
 import codecs
 import itertools
@@ -12,55 +12,47 @@ from typing import Any
 import orjson
 
 from common.files import open_file
-from data.prepare.items import BINARY, LONG_WINDOW, NOT_JSON, NOT_UTF8, Seen, Unreadable
+from data.prepare.items import BINARY, LONG_WINDOW, NOT_JSON, NOT_UTF8, CountBytes, Unreadable
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 LONGEST_LINE = 2**28
 _READ_BYTES = 2**20
-_PACKED_BYTES = 4_096  # small, because a hostile archive can unpack to 30,000 times its size, .bz2 to a million times
-_PIECE_BYTES = 2**21  # decompressed; small enough to split even if it is nothing but newlines
-_MARKS = {
-    codecs.BOM_UTF8: "utf-8",
-    codecs.BOM_UTF32_LE: "utf-32-le",  # begins as the mark of UTF-16 does
-    codecs.BOM_UTF32_BE: "utf-32-be",
-    codecs.BOM_UTF16_LE: "utf-16-le",
-    codecs.BOM_UTF16_BE: "utf-16-be",
-}
-_CONTROLS = bytes(
-    {*range(32), 127} - {*b"\b\t\n\v\f\r\x1a\x1b"}
-)  # without those that texts and logs may have
+# Small, because a hostile archive can unpack to 30,000 times its size, .bz2 to a million times.
+_PACKED_BYTES = 4_096
+# Of what a read unpacks to; small enough to split even if it is nothing but newlines.
+_CHUNK_BYTES = 2**21
+# Those that no text or log has.
+_CONTROLS = bytes({*range(32), 127} - {*b"\b\t\n\v\f\r\x1a\x1b"})
 
 
-def read_lines(path: Path, seen: Seen) -> Iterator[bytes | bytearray | None]:
-    r"""Yield the lines of a file that `read_utf8` reads, without b"\n". Nothing else ends a line, not U+2028 or "\r".
+def read_lines(path: Path, seen: CountBytes) -> Iterator[bytes | bytearray | None]:
+    r"""Yield the lines of a file that `read_bytes` reads, without b"\n".
 
-    A line of more than LONGEST_LINE bytes is skipped: None. Errors are those of `read_utf8`.
+    Nothing else ends a line, not U+2028 or "\r". A line of more than LONGEST_LINE bytes is skipped:
+    None. Errors are those of `read_bytes`.
     """
-    begun: bytearray | None = (
-        bytearray()
-    )  # the line that the next chunk continues; None if it is too long
-    for chunk in read_utf8(path, seen):
-        first, *others = chunk.split(b"\n")
-        if begun is not None:
-            begun += first
-            begun = begun if len(begun) <= LONGEST_LINE else None
-        if others:
-            yield begun
-            yield from others[:-1]
-            begun = bytearray(others[-1])
-    if begun is None or begun:
-        yield begun
+    line: bytearray | None = bytearray()  # which the next chunk continues; None: it is too long
+    for chunk in read_bytes(path, seen):
+        first, *rest = chunk.split(b"\n")
+        if line is not None:
+            line += first
+            if len(line) > LONGEST_LINE:
+                line = None
+        if rest:
+            yield line
+            yield from rest[:-1]
+            line = bytearray(rest[-1])
+    if line is None or line:
+        yield line
 
 
 def parse_line(line: bytes | bytearray) -> Any:
     """Return the JSON value of a line. Raises Unreadable."""
     try:
         return orjson.loads(line)
-    except (
-        ValueError
-    ):  # json accepts more (a byte order mark, NaN, half characters), and names the reason
+    except ValueError:
         pass
-    try:
+    try:  # json accepts more: a byte order mark, NaN, half characters
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
         raise Unreadable(NOT_UTF8) from None
@@ -68,11 +60,17 @@ def parse_line(line: bytes | bytearray) -> Any:
         raise Unreadable(NOT_JSON) from None
 
 
-def read_text(path: Path, seen: Seen) -> Iterator[str]:
-    """Yield the text of a file in chunks of bounded size. Raises Unreadable with the line that is not UTF-8."""
-    decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
+def read_text(path: Path, seen: CountBytes) -> Iterator[str]:
+    """Yield the text of a file in chunks of bounded size.
+
+    Raises:
+        OSError: the file cannot be read.
+        Unreadable: as `read_bytes`, or with the line that is not UTF-8.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    line = 1
     try:
-        for content in read_utf8(path, seen):
+        for content in read_bytes(path, seen):
             text = decoder.decode(content)
             yield text
             line += text.count("\n")
@@ -82,64 +80,53 @@ def read_text(path: Path, seen: Seen) -> Iterator[str]:
         raise Unreadable(reason, line + error.object.count(b"\n", 0, error.start)) from None
 
 
-def read_utf8(path: Path, seen: Seen) -> Iterator[bytes]:
-    """Yield the content of a file in pieces of bounded size, decompressed as its suffix says (COMPRESSED).
+def read_bytes(path: Path, seen: CountBytes) -> Iterator[bytes]:
+    """Yield the content of a file in chunks of bounded size, decompressed as its suffix says.
 
-    A byte order mark is left out. UTF-16 and UTF-32 that begin with one become UTF-8.
+    A byte order mark of UTF-8 is left out.
 
     Raises:
         OSError: the file cannot be read.
-        Unreadable: its beginning is not text, or the archive is damaged; after its last whole piece.
+        Unreadable: its beginning is not text, or the archive is damaged, after its whole chunks.
     """
     chunks = _content(path, seen)
-    head = next(chunks, b"")
-    mark = next((mark for mark in _MARKS if head.startswith(mark)), b"")
-    encoding = _MARKS.get(mark, "utf-8")
-    pieces: Iterator[bytes] = itertools.chain([head.removeprefix(mark)], chunks)
-    if encoding != "utf-8":
-        pieces = (text.encode() for text in codecs.iterdecode(pieces, encoding))
-    try:
-        first = next(pieces, b"")
-        if first.startswith(b"%PDF-") or _n_controls(start := first[:512]) > 0.01 * len(
-            start
-        ):  # tar: a name and zeros
-            raise Unreadable(BINARY)
-        yield first
-        yield from pieces
-    except UnicodeDecodeError:
-        raise Unreadable(f"invalid {encoding}") from None
+    first = next(chunks, b"").removeprefix(codecs.BOM_UTF8)
+    start = first[:512]
+    if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
+        raise Unreadable(NOT_UTF8)
+    if first.startswith(b"%PDF-") or _n_controls(start) > 0.01 * len(start):  # tar has zeros
+        raise Unreadable(BINARY)
+    yield from itertools.chain([first], chunks)
 
 
 def _n_controls(content: bytes) -> int:
-    """Return how many control characters that no text has are in it: random bytes have 10 %."""
+    """Count the control characters that no text has: random bytes have 10 %."""
     return len(content) - len(content.translate(None, _CONTROLS))
 
 
-def _content(path: Path, seen: Seen) -> Iterator[bytes]:
-    raw, suffix = partial(_bytes, path, seen), path.suffix.lower()
+def _content(path: Path, seen: CountBytes) -> Iterator[bytes]:
+    read = partial(_file_chunks, path, seen)
+    suffix = path.suffix.lower()
     if suffix == ".zst":
         from zstandard import ZstdDecompressor, ZstdError
 
         return _decompressed(
-            raw(_PACKED_BYTES), lambda: ZstdDecompressor().decompressobj(), ZstdError
+            read(_PACKED_BYTES), lambda: ZstdDecompressor().decompressobj(), ZstdError
         )
     if suffix == ".gz":
-        return _decompressed(
-            raw(_PACKED_BYTES), lambda: zlib.decompressobj(wbits=31), zlib.error, padded=True
-        )
+        return _decompressed(read(_PACKED_BYTES), lambda: zlib.decompressobj(wbits=31), zlib.error)
     if suffix == ".bz2":
         import bz2  # not in every Python
 
-        return _decompressed(raw(_PACKED_BYTES // 64), bz2.BZ2Decompressor, OSError)
+        return _decompressed(read(_PACKED_BYTES // 64), bz2.BZ2Decompressor, OSError)
     if suffix == ".xz":
         import lzma  # not in every Python
 
-        return _decompressed(raw(_PACKED_BYTES), lzma.LZMADecompressor, lzma.LZMAError)
-    return raw(_READ_BYTES)
+        return _decompressed(read(_PACKED_BYTES), lzma.LZMADecompressor, lzma.LZMAError)
+    return read(_READ_BYTES)
 
 
-def _bytes(path: Path, seen: Seen, n_bytes: int) -> Iterator[bytes]:
-    """Yield what stands in a file in pieces of `n_bytes`."""
+def _file_chunks(path: Path, seen: CountBytes, n_bytes: int) -> Iterator[bytes]:
     with open_file(path.resolve()) as file:  # a data file may be a link
         while chunk := file.read(n_bytes):
             seen(len(chunk))
@@ -147,29 +134,27 @@ def _bytes(path: Path, seen: Seen, n_bytes: int) -> Iterator[bytes]:
 
 
 def _decompressed(
-    raw: Iterator[bytes],
-    new_frame: Callable[[], Any],
-    broken: type[Exception],
-    padded: bool = False,
+    chunks: Iterator[bytes], new_frame: Callable[[], Any], broken: type[Exception]
 ) -> Iterator[bytes]:
-    """Decompress an archive, which may hold several frames (.zst), members (.gz) or streams (.bz2, .xz) in a row.
+    """Decompress an archive.
 
-    `padded`: ignore zeros after a member; tapes and block devices pad .gz files with zeros.
+    It may hold several frames (.zst), members (.gz) or streams (.bz2, .xz) in a row.
     """
-    frame, begun = None, False
-    for chunk in raw:
+    frame = None
+    for chunk in chunks:
         while chunk:
-            if padded and begun and frame is None and not (chunk := chunk.lstrip(b"\0")):
-                break
-            frame, begun = frame or new_frame(), True
+            if frame is None:
+                frame = new_frame()
             try:
                 content = frame.decompress(chunk)
             except broken as error:
-                raise Unreadable(
-                    LONG_WINDOW if "too much memory" in str(error) else "corrupted archive"
-                ) from None
-            for start in range(0, len(content), _PIECE_BYTES):
-                yield content[start : start + _PIECE_BYTES]
-            chunk, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+                is_long = "too much memory" in str(error)
+                raise Unreadable(LONG_WINDOW if is_long else "corrupted archive") from None
+            for start in range(0, len(content), _CHUNK_BYTES):
+                yield content[start : start + _CHUNK_BYTES]
+            chunk = b""
+            if frame.eof:
+                chunk = frame.unused_data
+                frame = None
     if frame is not None:
         raise Unreadable("truncated archive")

@@ -1,4 +1,4 @@
-"""Finds the files that a path, a folder or a glob names, and leaves out what no source of text should read."""
+"""Finds the files that a path, a folder or a glob names, without what no source of text reads."""
 
 import fnmatch
 import glob
@@ -19,9 +19,6 @@ _FOLDERS = {  # by names in them
     ("dataset_info.json", "state.json"): "saved by datasets: use data=hf",
     ("dataset_dict.json",): "saved by datasets: use data=hf",
     ("multirun.yaml",): "a sweep",
-    ("latest-run", "*run-*"): "runs of wandb",
-    ("run-*.wandb",): "a run of wandb",
-    ("pyvenv.cfg",): "a virtual environment",
 }
 _FILES = {  # by the ends of their names
     "tokenizer.json": "a tokenizer",
@@ -31,99 +28,105 @@ _FILES = {  # by the ends of their names
     ".csv": "CSV: use data=hf",
     ".tsv": "TSV: write it as CSV or JSON lines",
 }
-_TOKENIZER = re.compile(
-    rb'\s*\{\s*"version"\s*:\s*"[^"]*"\s*,\s*"truncation"\s*:'
-)  # how its .json begins
 
 
 def matches(pattern: str, left_out: dict[str, str]) -> list[str]:
-    """Return the files that a path, a folder or a glob names, sorted, and the folders there that cannot be read.
+    """Return the files that a path, a folder or a glob names, sorted.
 
-    A folder is all its files. As in glob, wildcards do not match hidden names. `left_out` gets what is not read: the
-    path of a dataset, a run, a model, a file that only data=hf reads, or the command's own output, and what it is.
+    A folder is all its files. A folder that cannot be read is returned itself. As in glob,
+    wildcards do not match hidden names. `left_out` gets the path of what is not read, and what it
+    is: a dataset, a run, a model, a file that only data=hf reads, or the command's own output.
 
     Raises:
         UserError: the path is standard input, a pipe, a socket or a device.
     """
     if os.path.isfile(pattern):
-        found = iter([pattern])
+        paths = iter([pattern])
     elif os.path.isdir(pattern):
-        found = _below(pattern, ["**"], left_out, set())
+        paths = _below(pattern, ["**"], left_out, set())
     elif os.path.exists(pattern) or pattern == "-":
         what = "standard input" if pattern == "-" else "a pipe, a socket or a device"
         raise UserError(f"data.path={pattern} is {what}: write its content to a file and give that")
     else:
-        parts = [*filter(None, pattern.split("/"))] or [""]
-        found = _below("/" if pattern.startswith("/") else "", parts, left_out, set())
-    own = {os.path.realpath(f"/dev/fd/{number}"): "the output of this command" for number in (1, 2)}
+        names = [*filter(None, pattern.split("/"))] or [""]
+        paths = _below("/" if pattern.startswith("/") else "", names, left_out, set())
+    outputs = {os.path.realpath("/dev/fd/1"), os.path.realpath("/dev/fd/2")}
     files = []
-    for file in sorted(found):
-        name = re.sub(rf"({'|'.join(COMPRESSED)})$", "", file.lower())
-        kinds = (kind for end, kind in _FILES.items() if name.endswith(end))
-        kind = next(kinds, own.get(os.path.realpath(file)))
-        if kind := kind or ("a tokenizer" if _is_tokenizer(file) else None):
-            left_out[file] = kind
+    for path in sorted(paths):
+        kind = _kind_of_file(path)
+        if os.path.realpath(path) in outputs:
+            kind = "the output of this command"
+        if kind is None:
+            files.append(path)
         else:
-            files.append(file)
+            left_out[path] = kind
     return files
 
 
-def _is_tokenizer(file: str) -> bool:
-    if not file.lower().endswith(".json") or not os.path.isfile(file):
-        return False
-    try:
-        with open(file, "rb") as opened:
-            return bool(_TOKENIZER.match(opened.read(200)))
-    except OSError:  # whoever reads it counts it as unreadable
-        return False
+def _kind_of_file(path: str) -> str | None:
+    """Return what a file is that no source of text reads, by its name; else None."""
+    name = re.sub(rf"({'|'.join(COMPRESSED)})$", "", path.lower())
+    return next((kind for end, kind in _FILES.items() if name.endswith(end)), None)
+
+
+def _kind_of_folder(folder: str, names: list[str]) -> str | None:
+    """Return what a folder is that no source of text reads, by names in it; else None."""
+    if folder.endswith(".partial"):
+        return "a dataset in the making"
+    for patterns, kind in _FOLDERS.items():
+        if all(fnmatch.filter(names, pattern) for pattern in patterns):
+            return kind
+    return None
 
 
 def _below(
-    folder: str, parts: list[str], left_out: dict[str, str], seen: set[tuple[str, int]]
+    folder: str, patterns: list[str], left_out: dict[str, str], entered: set[tuple[str, int]]
 ) -> Iterator[str]:
-    """Yield what matches the parts of a glob in a folder. `seen`: real folders that were entered, as links may loop."""
-    part, *rest = parts
-    if (key := (os.path.realpath(folder), len(parts))) in seen:
+    """Yield what matches a glob in a folder.
+
+    Args:
+        patterns: the names between the slashes of the glob.
+        entered: real folders that were entered, and the patterns left there, as links may loop.
+    """
+    pattern, *rest = patterns
+    key = (os.path.realpath(folder), len(patterns))
+    if key in entered:
         return
-    seen.add(key)
-    found = [part]
+    entered.add(key)
+    names = [pattern]
     try:
-        if glob.has_magic(part):
-            found = sorted(os.listdir(folder or "."))
+        if glob.has_magic(pattern):
+            names = sorted(os.listdir(folder or "."))
         else:
-            os.lstat(os.path.join(folder, part))
+            os.lstat(os.path.join(folder, pattern))
     except (FileNotFoundError, NotADirectoryError, ValueError):  # a zero byte
         return
     except OSError:
         yield folder or "."
         return
-    kinds = (
-        kind
-        for names, kind in _FOLDERS.items()
-        if all(fnmatch.filter(found, name) for name in names)
-    )
-    if kind := "a dataset in the making" if folder.endswith(".partial") else next(kinds, None):
+    kind = _kind_of_folder(folder, names)
+    if kind is not None:
         left_out[folder or "."] = kind
         return
-    found = [
-        name
-        for name in found
-        if fnmatch.fnmatchcase(name, part) and name.startswith(".") <= part.startswith(".")
-    ]
-    if part == "**" and rest:
-        yield from _below(folder, rest, left_out, seen)
-    for name in found:
+    if pattern == "**" and rest:
+        yield from _below(folder, rest, left_out, entered)
+    for name in names:
+        is_hidden = name.startswith(".") and not pattern.startswith(".")
+        if is_hidden or not fnmatch.fnmatchcase(name, pattern):
+            continue
         path = os.path.join(folder, name)
         if not os.path.isdir(path):
             if not rest:
                 yield path
-        elif part == "**":
-            yield from _below(path, parts, left_out, seen)
+        elif pattern == "**":
+            yield from _below(path, patterns, left_out, entered)
         elif rest:
-            yield from _below(path, rest, left_out, seen)
+            yield from _below(path, rest, left_out, entered)
 
 
 def some_of(items: list[str]) -> str:
-    """Return the first of some items for a message, and how many others there are."""
-    first, others = items[:4], len(items) - 4
-    return ", ".join([*first, f"and {others} more"] if others > 0 else first)
+    """Return the first of some items for a message, and how many more there are."""
+    n_more = len(items) - 4
+    if n_more > 0:
+        items = [*items[:4], f"and {n_more} more"]
+    return ", ".join(items)

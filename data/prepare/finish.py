@@ -1,11 +1,10 @@
-"""Finishes a dataset: names the shards of all spans, writes the manifest, and renames the folder."""
+"""Finishes a dataset: names the shards of all spans, writes the manifest, renames the folder."""
 
 import os
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
-from common.console import say, show_table, warn
+from common.console import count, say, show_table, warn
 from common.files import make_directory, owned, sync_directory, write_json
 from common.settings import UserError
 from common.words import overrides
@@ -26,6 +25,7 @@ from data.shards import (
     TOKENIZER,
     Counts,
     Manifest,
+    Shard,
     Split,
     SplitName,
     read_manifest,
@@ -38,61 +38,73 @@ _LARGE = 100_000_000  # tokens that the default model needs
 
 
 def finish(folder: Path, plan: Plan, out_dir: Path) -> Manifest | None:
-    """Make the dataset `out_dir` from the spans in `folder`; None if other tasks have not written all spans yet.
+    """Make the dataset `out_dir` from the spans in `folder`.
 
-    A process that is stopped here leaves shards under old and new names; the next process continues.
+    None if other tasks have not written all spans yet. A process that is stopped here leaves shards
+    under old and new names; the next process continues.
 
     Raises:
-        UserError: nothing is left to train or to validate on, a span is damaged, or there are too many sets.
+        UserError: nothing is left to train or to validate on, a span is damaged, or there are too
+            many sets.
     """
     make_directory(folder, "out_dir")  # another task may have removed it
     with owned(folder / "finish.lock", lambda: None):
         if (out_dir / MANIFEST).exists():  # another task was first
             return read_manifest(out_dir)
-        groups = [read_spans(folder, group) for group in range(len(plan.groups()))]
-        have = sum(span.tokens for span in groups[0])
-        if len(groups) > 1 and is_whole(groups[0]) and have < plan.val_tokens:
-            what = f"val_tokens={plan.val_tokens} is more than the first files have, of together 1 GiB: {have}"
+        sections = [read_spans(folder, section) for section in range(len(plan.sections()))]
+        n_first = sum(span.tokens for span in sections[0])
+        if len(sections) > 1 and is_whole(sections[0]) and n_first < plan.val_tokens:
             raise UserError(
-                f"{what}: give a smaller val_tokens and another out_dir, or delete {folder}"
+                f"val_tokens={plan.val_tokens} is more than the first files have, of together "
+                f"1 GiB: {n_first}: give a smaller val_tokens and another out_dir, "
+                f"or delete {folder}"
             )
-        if not all(map(is_whole, groups)):
+        if not all(map(is_whole, sections)):
             return None
-        spans = {
-            span_dir(folder, group, number): span
-            for group, found in enumerate(groups)
-            for number, span in enumerate(found)
-        }
-        first = {
-            reason: where
-            for span in reversed(spans.values())
-            for reason, (_, where) in span.skipped.items()
-        }
+        spans: dict[Path, Span] = {}
+        for section, section_spans in enumerate(sections):
+            for number, span in enumerate(section_spans):
+                spans[span_dir(folder, section, number)] = span
         manifest, moves = _joined(plan, spans)
+        first_skipped = _first_skipped(list(spans.values()))
         try:
-            _check(manifest, plan, first)
+            _check(manifest, plan, first_skipped)
         except UserError:
             remove(folder)  # so that the same command works with another val_fraction or input
             raise
-        directory = make_directory(folder / "dataset", "out_dir")
-        sync_directory(folder)
-        for source, name in [*moves, (folder / TOKENIZER, TOKENIZER)]:
-            try:
-                os.replace(source, directory / name)
-            except FileNotFoundError:  # it has been moved, or lost
-                if not (directory / name).exists():
-                    raise damaged(folder, f"{source.relative_to(folder)} is missing") from None
-        sync_directory(directory)
-        write_json(directory / MANIFEST, manifest.model_dump(mode="json"))
-        try:
-            read_manifest(directory)
-        except UserError as error:
-            raise damaged(folder, error) from None
-        os.replace(directory, out_dir.resolve())
-        sync_directory(out_dir.resolve().parent)
-        remove(folder)
-    _summarize(out_dir, manifest, first)
+        _move(folder, [*moves, (folder / TOKENIZER, TOKENIZER)], manifest, out_dir)
+    _summarize(out_dir, manifest, first_skipped)
     return manifest
+
+
+def _first_skipped(spans: list[Span]) -> dict[str, str]:
+    """Return where the first item was that was skipped for each reason."""
+    places: dict[str, str] = {}
+    for span in spans:
+        for reason, (_, place) in span.skipped.items():
+            places.setdefault(reason, place)
+    return places
+
+
+def _move(folder: Path, moves: list[tuple[Path, str]], manifest: Manifest, out_dir: Path) -> None:
+    """Give files their names in the dataset, write its manifest, and rename its folder."""
+    directory = make_directory(folder / "dataset", "out_dir")
+    sync_directory(folder)
+    for source, name in moves:
+        try:
+            os.replace(source, directory / name)
+        except FileNotFoundError:  # it has been moved, or lost
+            if not (directory / name).exists():
+                raise damaged(folder, f"{source.relative_to(folder)} is missing") from None
+    sync_directory(directory)
+    write_json(directory / MANIFEST, manifest.model_dump(mode="json"))
+    try:
+        read_manifest(directory)
+    except UserError as error:
+        raise damaged(folder, error) from None
+    os.replace(directory, out_dir.resolve())
+    sync_directory(out_dir.resolve().parent)
+    remove(folder)
 
 
 def _joined(plan: Plan, spans: dict[Path, Span]) -> tuple[Manifest, list[tuple[Path, str]]]:
@@ -102,94 +114,106 @@ def _joined(plan: Plan, spans: dict[Path, Span]) -> tuple[Manifest, list[tuple[P
         UserError: there are too many sets.
     """
     set_names: dict[str, int] = {}
-    shards: dict[SplitName, list[Any]] = {"train": [], "val": []}
+    shards: dict[SplitName, list[Shard]] = {"train": [], "val": []}
     counts: dict[SplitName, dict[str, list[Counts]]] = {"train": {}, "val": {}}
     skipped: Counter[str] = Counter()
     moves: list[tuple[Path, str]] = []
     for folder, span in spans.items():
-        skipped.update({reason: count for reason, (count, _) in span.skipped.items()})
-        numbers = [number_of(name, set_names) for name in span.set_names]
-        for name, split in span.splits.items():
+        for reason, (n_skipped, _) in span.skipped.items():
+            skipped[reason] += n_skipped
+        set_numbers = [number_of(name, set_names) for name in span.set_names]
+        for split_name, split in span.splits.items():
             for shard in split.shards:
-                named = shard.model_copy(
-                    update={"file": shard_file(name, len(shards[name])), "sets": numbers}
-                )
-                moves += [
-                    (folder / shard.file, named.file),
-                    (folder / shard.index_file, named.index_file),
-                ]
-                shards[name].append(named)
-            for set_name, of_set in split.sets.items():
-                counts[name].setdefault(set_name, []).append(of_set)
-    sets = {
-        name: {each: total_of(found) for each, found in sorted(counts[name].items())}
-        for name in counts
-    }
+                file = shard_file(split_name, len(shards[split_name]))
+                renamed = shard.model_copy(update={"file": file, "sets": set_numbers})
+                moves.append((folder / shard.file, renamed.file))
+                moves.append((folder / shard.index_file, renamed.index_file))
+                shards[split_name].append(renamed)
+            for set_name, amount in split.sets.items():
+                counts[split_name].setdefault(set_name, []).append(amount)
+    splits: dict[SplitName, Split] = {}
+    for split_name, amounts in counts.items():
+        sets = {name: total_of(amounts[name]) for name in sorted(amounts)}
+        splits[split_name] = Split(sets=sets, shards=shards[split_name])
     manifest = Manifest(
         tokenizer=plan.tokenizer,
         inputs=list(plan.prepared["input"]),
         set_names=list(set_names),
-        splits={name: Split(sets=sets[name], shards=shards[name]) for name in shards},
+        splits=splits,
         skipped=dict(sorted(skipped.items())),
         prepared=plan.prepared,
     )
     return manifest, moves
 
 
-def _check(manifest: Manifest, plan: Plan, first: dict[str, str]) -> None:
-    """Check that there is something to train and to validate on.
-
-    Raises:
-        UserError: one of the splits has no documents.
-    """
-    counts = {name: split.total.documents for name, split in manifest.splits.items()}
-    documents = sum(counts.values())
-    if not documents:
-        found = Counter(manifest.skipped).most_common()
-        why = ", ".join(f"{n:,} x {reason}, first {first[reason]}" for reason, n in found)
-        remedy = (
-            REMEDIES.get(found[0][0], "correct them, or check data.path")
-            if found
-            else "check data.path"
-        )
-        raise UserError(f"the corpus is empty ({why or 'it has no documents'}): {remedy}")
-    empty = next((name for name, n in counts.items() if not n), None)
-    if empty and plan.val_tokens:
-        what = f"all {documents} documents begin within val_tokens={plan.val_tokens}: none is left to train on"
-        raise UserError(f"{what}: give a smaller val_tokens")
-    if empty and "val_inputs" in plan.prepared:
-        what = f"none of {documents} documents went to '{empty}': files with val in their names are for validation"
+def _check(manifest: Manifest, plan: Plan, first_skipped: dict[str, str]) -> None:
+    """Raise UserError unless there are documents to train on and to validate on."""
+    n_val = manifest.splits["val"].total.documents
+    n_documents = n_val + manifest.splits["train"].total.documents
+    if n_documents == 0:
+        raise _empty(manifest.skipped, first_skipped)
+    if 0 < n_val < n_documents:
+        return
+    documents = count(n_documents, "document")
+    if n_documents == 1:
+        raise UserError(f"{documents} is too few to train and to validate on: add documents")
+    if plan.val_tokens:
         raise UserError(
-            f"{what} ({manifest.skipped}): check them, or give val_fraction to split all of them"
+            f"all {documents} begin within val_tokens={plan.val_tokens}: none is left to train on: "
+            "give a smaller val_tokens"
         )
-    if empty:
-        fraction = plan.prepared["val_fraction"]
-        change = "larger" if empty == "val" else "smaller"
-        remedy = f"give a {change} val_fraction, or add documents with other texts"
+    empty = "train" if n_val else "val"
+    if plan.val_inputs:
         raise UserError(
-            f"none of {documents} documents went to '{empty}' with val_fraction={fraction}: {remedy}"
+            f"none of {documents} went to '{empty}': files with val in their names are for "
+            f"validation ({manifest.skipped}): check them, or give val_fraction to split all"
         )
+    change = "smaller" if n_val else "larger"
+    raise UserError(
+        f"none of {documents} went to '{empty}' with val_fraction={plan.val_fraction}: "
+        f"give a {change} val_fraction, or add documents with other texts"
+    )
 
 
-def _summarize(out_dir: Path, manifest: Manifest, first: dict[str, str]) -> None:
+def _empty(skipped: dict[str, int], first_skipped: dict[str, str]) -> UserError:
+    """Build the error for a corpus without documents."""
+    reasons = Counter(skipped).most_common()
+    if not reasons:
+        return UserError("the corpus is empty (it has no documents): check data.path")
+    why = ", ".join(f"{n:,} x {reason}, first {first_skipped[reason]}" for reason, n in reasons)
+    remedy = REMEDIES.get(reasons[0][0], "correct them, or check data.path")
+    return UserError(f"the corpus is empty ({why}): {remedy}")
+
+
+def _summarize(out_dir: Path, manifest: Manifest, first_skipped: dict[str, str]) -> None:
     show_table(sets_table(manifest))
-    for reason, count in manifest.skipped.items():
+    for reason, n in manifest.skipped.items():
         remedy = f": {REMEDIES[reason]}" if reason in REMEDIES else ""
-        say(f"skipped {count:,} x {reason} (first: {first[reason]}){remedy}")
-    if val_inputs := manifest.prepared.get("val_inputs"):
+        say(f"skipped {n:,} x {reason} (first: {first_skipped[reason]}){remedy}")
+    val_inputs = manifest.prepared.get("val_inputs")
+    if val_inputs:
         say(
-            f"for validation: {len(val_inputs):,} of {len(manifest.inputs):,} files, those with val in their names"
+            f"for validation: {len(val_inputs):,} of {len(manifest.inputs):,} files, "
+            "those with val in their names"
         )
-    if (n_tokens := manifest.splits["val"].total.tokens) < _FEW:
-        remedy = "give a larger val_fraction or val_tokens, and another out_dir"
-        warn(f"only {n_tokens:,} tokens are for validation, so its loss is rough: {remedy}")
-    written = sum(split.total.documents for split in manifest.splits.values())
-    skipped = sum(manifest.skipped.values())
-    say(f"{written + skipped:,} documents in the input: {written:,} written, {skipped:,} skipped")
-    small = {"experiment": "quickstart"} if manifest.splits["train"].total.tokens < _LARGE else {}
-    if manifest.tokenizer.markers:
-        small = {"experiment": "chat", "init_from": "runs/base"}
-    dataset = {"dataset_dir": str(out_dir)}
+    n_val_tokens = manifest.splits["val"].total.tokens
+    if n_val_tokens < _FEW:
+        warn(
+            f"only {n_val_tokens:,} tokens are for validation, so its loss is rough: "
+            "give a larger val_fraction or val_tokens, and another out_dir"
+        )
+    n_written = sum(split.total.documents for split in manifest.splits.values())
+    n_skipped = sum(manifest.skipped.values())
+    say(
+        f"{n_written + n_skipped:,} documents in the input: {n_written:,} written, "
+        f"{n_skipped:,} skipped"
+    )
+    settings = {"dataset_dir": str(out_dir)}
     say("\nNext: see some of its text, and train on it")
-    say(f"  python scripts/inspect_dataset.py {overrides(dataset)} random=3")
-    say(f"  python train.py {overrides(small | dataset | {'run_dir': f'runs/{out_dir.name}'})}")
+    say(f"  python scripts/inspect_dataset.py {overrides(settings)} random=3")
+    settings["run_dir"] = f"runs/{out_dir.name}"
+    if manifest.tokenizer.markers:
+        settings = {"experiment": "chat", "init_from": "runs/base"} | settings
+    elif manifest.splits["train"].total.tokens < _LARGE:
+        settings = {"experiment": "quickstart"} | settings
+    say(f"  python train.py {overrides(settings)}")

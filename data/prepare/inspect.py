@@ -20,13 +20,15 @@ def sets_table(manifest: Manifest) -> Table:
         for set_name, counts in [*largest_first, ("all", split.total)]:
             share = 100 * counts.tokens / max(1, split.total.tokens)
             rate = f"{counts.tokens / counts.utf8_bytes:.3f}" if counts.utf8_bytes else "no text"
-            numbers = (
+            table.add_row(
+                name,
+                visible(set_name),
                 f"{counts.documents:,}",
                 f"{counts.tokens:,}",
                 f"{share:.2f}",
                 f"{counts.utf8_bytes:,}",
+                rate,
             )
-            table.add_row(name, visible(set_name), *numbers, rate)
         table.add_section()
     return table
 
@@ -34,7 +36,9 @@ def sets_table(manifest: Manifest) -> Table:
 def window_text(
     dataset_dir: Path, manifest: Manifest, split: SplitName, start: int, n_tokens: int
 ) -> str:
-    """Return the text of up to `n_tokens` tokens from number `start` of a split, with control characters escaped.
+    """Return the text of up to `n_tokens` tokens from number `start` of a split.
+
+    Control characters are escaped.
 
     Raises:
         UserError: the split does not have this token.
@@ -42,32 +46,30 @@ def window_text(
     stream = TokenStream(dataset_dir, manifest, split)
     if not 0 <= start < stream.n_tokens:
         raise UserError(
-            f"token {start} is not in '{split}', which has {stream.n_tokens} tokens: give a lower number"
+            f"token {start} is not in '{split}', which has {stream.n_tokens} tokens: "
+            "give a lower number"
         )
     ids = stream.read(start, min(start + n_tokens, stream.n_tokens)).tolist()
-    tokens = load_tokenizer(
-        dataset_dir / TOKENIZER
-    ).tokens  # with the names of those that have no text
+    # Not decode_bytes: tokens without text are shown by their names.
+    tokens = load_tokenizer(dataset_dir / TOKENIZER).tokens
     return visible(b"".join(tokens[i] for i in ids).decode(errors="replace"), kept="\n\t")
 
 
 def documents_table(
     dataset_dir: Path, manifest: Manifest, split: SplitName, windows: list[tuple[int, int]]
 ) -> Table:
-    """Return a table of the documents behind windows [start, stop) of a split, and where they were read from."""
+    """Return a table of the documents in windows [start, stop) of a split, and their inputs."""
     table = _table(["set", "input"], ["number", "its tokens", "of", "row", "at token of the split"])
     for row, (start, stop) in enumerate(windows):
-        for place in documents_in(dataset_dir, manifest, split, start, stop):
-            begin, end = max(start, place.start), min(stop, place.stop)
-            part = (
-                f"{begin - place.start:,} - {end - place.start:,}",
-                f"{place.stop - place.start:,}",
-            )
+        for document in documents_in(dataset_dir, manifest, split, start, stop):
+            begin = max(start, document.start)
+            end = min(stop, document.stop)
             table.add_row(
-                visible(place.set_name),
-                visible(place.input),
-                f"{place.number}",
-                *part,
+                visible(document.set_name),
+                visible(document.input),
+                f"{document.number}",
+                f"{begin - document.start:,} - {end - document.start:,}",
+                f"{document.stop - document.start:,}",
                 f"{row}",
                 f"{begin}",
             )
@@ -75,7 +77,7 @@ def documents_table(
 
 
 def visible(text: str, kept: str = "") -> str:
-    """Escape the control characters of a text, which a terminal would obey, except those in `kept`."""
+    """Escape the control characters of a text except `kept`: a terminal would obey them."""
     commands = {c for c in text if unicodedata.category(c)[0] == "C" and c not in kept}
     return text.translate({ord(c): c.encode("unicode_escape").decode() for c in commands})
 

@@ -26,29 +26,35 @@ class Unreadable(Exception):
     def __init__(self, reason: str, line: int = 1, about: str = "") -> None:
         """`line`: where in the rest of the input it is. `about`: what it has instead."""
         super().__init__(reason)
-        self.line, self.about = line, about
+        self.line = line
+        self.about = about
 
 
 NO_TEXT = "missing text"
 """The reason for a document without its text_field."""
-NOT_JSON, NOT_UTF8, BINARY = "malformed JSON", "invalid UTF-8", "binary data"
+NOT_JSON = "malformed JSON"
+NOT_UTF8 = "invalid UTF-8"
+BINARY = "binary data"
 ARRAY = "JSON array"
-FOUR_BYTES, OUT_OF_RANGE = "seems to hold ids of 4 or 8 bytes", "id out of range"
+FOUR_BYTES = "seems to hold ids of 4 or 8 bytes"
+OUT_OF_RANGE = "id out of range"
 NOT_IDS = "not a list of ids"
 LONG_WINDOW = "zstd window above 128 MB"
 REMEDIES = {
     NO_TEXT: "give the key that holds their text",
     NOT_JSON: "write one JSON object a line, or read plain text with data=text, CSV with data=hf",
-    NOT_IDS: "write ids as integers, read texts with data=jsonl, conversations with data=chat, or with data=hf from "
-    "a column named messages or completion",
-    NOT_UTF8: "convert it with iconv -f ENCODING -t utf-8, where ENCODING is the one it was written in, such as cp1252",
-    BINARY: "unpack archives, extract the text of PDF files, convert UTF-16 with iconv -f utf-16 -t utf-8, "
-    "read Parquet with data=hf and token ids with data=tokens",
+    NOT_IDS: "write ids as integers, read texts with data=jsonl, conversations with data=chat, or "
+    "with data=hf from a column named messages or completion",
+    NOT_UTF8: "convert it with iconv -f ENCODING -t utf-8, where ENCODING is the one it was "
+    "written in, such as cp1252 or utf-16",
+    BINARY: "unpack archives, extract the text of PDF files, convert UTF-16 with iconv -f utf-16 "
+    "-t utf-8, read Parquet with data=hf and token ids with data=tokens",
     NO_ROLE: 'write each as {"role": "user", "content": "Hello"}',
-    ARRAY: "write one object a line, or use data=hf data.path=json data.data_files=FILE data.text_field=KEY",
+    ARRAY: "write one object a line, or use data=hf data.path=json data.data_files=FILE "
+    "data.text_field=KEY",
     FOUR_BYTES: "give data.dtype=uint32 or int64, or data.dtype=uint16 if they have 2 bytes",
-    OUT_OF_RANGE: "give the tokenizer and the data.dtype that made the ids, or tokenizer=none with a tokenizer.n_vocab "
-    "above all ids",
+    OUT_OF_RANGE: "give the tokenizer and the data.dtype that made the ids, or tokenizer=none with "
+    "a tokenizer.n_vocab above all ids",
     LONG_WINDOW: "decompress the archive with zstd -d --long=31",
 }
 
@@ -58,18 +64,21 @@ class Raw(NamedTuple):
 
     position: Position
     content: Any
-    """Bytes, text or other plain data, which goes to a worker process; Unreadable if it could not even be read."""
+    """Bytes, text or other plain data, which goes to a worker process.
+
+    Unreadable if it could not even be read.
+    """
     size: int
     """About the number of its characters."""
 
 
 class Document(NamedTuple):
-    """One non-empty text, the ids of one that were made elsewhere, or a conversation, and the set that counts it."""
+    """A document, not empty, and the set that counts it."""
 
-    text: str | np.ndarray | list[tuple[str, str]]
+    content: str | np.ndarray | list[tuple[str, str]]
+    """A text, the ids of one that were made elsewhere, or a conversation."""
     set_name: str
 
 
-Seen = Callable[
-    [int], object
-]  # called with the number of bytes of the input read since the last call
+CountBytes = Callable[[int], object]
+"""Called with the number of bytes of the input that were read since the last call."""

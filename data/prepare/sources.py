@@ -1,7 +1,7 @@
-"""Where documents come from: a source is its settings, and `documents()` yields raw items in a fixed order.
+"""Where documents come from: a source is its settings, and yields raw items in a fixed order.
 
-The source's `parse` turns a raw item into a document; it runs in a worker process.
-To add a source: a class here with its `name`, its place in `SourceConfig` (dataset.py), and a YAML in configs/data.
+The source's `parse` turns a raw item into a document; it runs in a worker process. To add a source:
+a class here with its `name`, its place in `SourceConfig` (dataset.py), and a YAML in configs/data.
 """
 
 import os
@@ -21,13 +21,12 @@ from data.prepare.archives import COMPRESSED, parse_line, read_lines, read_text
 from data.prepare.files import matches, some_of
 from data.prepare.items import (
     ARRAY,
-    BINARY,
     NO_TEXT,
     NOT_IDS,
+    CountBytes,
     Document,
     Position,
     Raw,
-    Seen,
     Unreadable,
 )
 
@@ -59,25 +58,21 @@ class Source(Settings):
         """
         if isinstance(raw.content, Unreadable):
             raise raw.content
-        text, set_name = self.text_and_set(raw.content)
+        content, set_name = self.content_and_set(raw.content)
         if self.is_chat:
-            return Document(_conversation(text), set_name)
-        if isinstance(text, list):
-            if not all(type(value) is int and -(2**63) <= value < 2**63 for value in text):
+            return Document(_conversation(content), set_name)
+        if isinstance(content, list):
+            if not all(type(value) is int and -(2**63) <= value < 2**63 for value in content):
                 raise Unreadable(NOT_IDS)
-            text = np.array(text, np.int64)
-        if not isinstance(text, str | np.ndarray):
+            content = np.array(content, np.int64)
+        if not isinstance(content, str | np.ndarray):
             raise Unreadable("text is not a string")
-        if not len(text):
+        if not len(content):
             raise Unreadable("empty document")
-        if isinstance(text, str) and 3 * text.count("\0") > len(
-            text
-        ):  # UTF-16 that was read as something else
-            raise Unreadable(BINARY)
-        return Document(text, set_name)
+        return Document(content, set_name)
 
-    def text_and_set(self, content: Any) -> tuple[Any, str]:
-        """Return the text of an item's content, and its set."""
+    def content_and_set(self, content: Any) -> tuple[Any, str]:
+        """Return the text, ids or messages in an item, and the set that counts them."""
         return content, self.name
 
 
@@ -85,17 +80,21 @@ class FileSource(Source):
     """A source that reads files, one after the other."""
 
     def inputs(self) -> dict[str, int | None]:
-        """Return the names of all inputs in reading order, with their sizes in bytes; None if a size is not known."""
+        """Return the names of all inputs in reading order, with their sizes in bytes.
+
+        None: the size is not known.
+        """
         raise NotImplementedError
 
     def path_of(self, name: str) -> Path:
         """Return the file with a name in `inputs`."""
         raise NotImplementedError
 
-    def read(self, path: Path, seen: Seen) -> Iterator[Any]:
-        """Yield the numbered parts of a file, such as its lines; None for a part without an item, such as a blank line.
+    def read(self, path: Path, seen: CountBytes) -> Iterator[Any]:
+        """Yield the contents of the numbered items of a file, such as its lines.
 
-        Here the whole text is the only part.
+        None for a number without an item, such as a blank line. Here the whole text is the only
+        item.
 
         Raises:
             OSError, Unreadable: the file cannot be read any further.
@@ -104,32 +103,32 @@ class FileSource(Source):
 
     def documents(
         self,
-        seen: Seen = lambda _: None,
+        seen: CountBytes = lambda _: None,
         after: Position | None = None,
         inputs: Sequence[str] | None = None,
     ) -> Iterator[Raw]:
-        """Yield the items of all or some inputs in order, or those after a position. An unreadable part is an item too.
+        """Yield the items of all or some inputs in order, or those after a position.
 
-        Files before `after` are not opened. The file of `after` is read from its start.
+        An unreadable item is one too. Files before `after` are not opened. The file of `after` is
+        read from its start.
         """
         names = list(self.inputs() if inputs is None else inputs)
         start = names.index(after.input) if after else 0
         seen(sum(_size(self.path_of(name)) for name in names[:start]))
         for name in names[start:]:
+            done = after.number if after and name == after.input else 0
             for raw in self._items(name, self.path_of(name), seen):
-                if not after or name != after.input or raw.position.number > after.number:
+                if raw.position.number > done:
                     yield raw
 
-    def _items(self, name: str, path: Path, seen: Seen) -> Iterator[Raw]:
+    def _items(self, name: str, path: Path, seen: CountBytes) -> Iterator[Raw]:
         """Yield the items of one file; of a damaged one, those before the damage."""
         number = 0
         try:
-            if os.path.lexists(path) and not os.path.isfile(
-                path
-            ):  # the inputs have only folders that cannot be read
-                raise Unreadable(
-                    "unreadable folder" if os.path.isdir(path) else "not a regular file"
-                )
+            if os.path.isdir(path):  # the inputs have only folders that cannot be read
+                raise Unreadable("unreadable folder")
+            if os.path.lexists(path) and not os.path.isfile(path):
+                raise Unreadable("not a regular file")
             for number, content in enumerate(self.read(path, seen), start=1):
                 if content is not None:
                     size = 0 if isinstance(content, Unreadable) else len(content)
@@ -167,20 +166,22 @@ def _size(path: Path) -> int:
 
 
 class StdlibSource(FileSource):
-    """The Python sources of the interpreter's own standard library: real text that every machine has."""
+    """The Python sources of the interpreter's standard library: text that every machine has."""
 
     name: Literal["stdlib"]
 
     def inputs(self) -> dict[str, int | None]:
-        """Return the files by their path in the library, without tests and packages, which not every machine has."""
+        """Return the files by their path in the library.
+
+        Tests and packages, which not every machine has, are left out.
+        """
         root = self.path_of(".")
         excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-        names = [path.relative_to(root) for path in root.rglob("*.py")]
-        return {
-            str(name): _size(root / name)
-            for name in sorted(names)
-            if not excluded.intersection(name.parts)
-        }
+        inputs: dict[str, int | None] = {}
+        for path in sorted(path.relative_to(root) for path in root.rglob("*.py")):
+            if not excluded.intersection(path.parts):
+                inputs[str(path)] = _size(root / path)
+        return inputs
 
     def path_of(self, name: str) -> Path:
         """Return the file of Python's library with a name in `inputs`."""
@@ -194,66 +195,85 @@ class NamedFiles(FileSource):
     """Endings, in lower case, of the names of files that are read from a folder."""
 
     path: PathText | list[PathText]
-    """A file, a folder (its files, without hidden ones), a glob (`**` reaches into folders), or a list of them."""
+    """A file, a folder (its files, without hidden ones), a glob, or a list of them.
+
+    `**` in a glob reaches into folders.
+    """
     text_field: str
-    """The key that holds the text of a JSON line. The set is `meta.pile_set_name` where there is one, else `name`."""
+    """The key that holds the text of a JSON line.
+
+    The set is `meta.pile_set_name` where there is one, else `name`.
+    """
 
     def inputs(self) -> dict[str, int | None]:
-        """Return the files that `path` names, each once: patterns in the given order, the files of a pattern sorted.
+        """Return the files that `path` names, each once.
 
-        A folder that cannot be read is one of them. What is left out is printed.
+        Patterns are in the given order, the files of a pattern sorted. A folder that cannot be read
+        is one of them. What is left out is printed.
         """
-        found: dict[str, str] = {}  # by their real paths
+        paths: dict[str, str] = {}  # by their real paths
         for pattern in [self.path] if isinstance(self.path, str) else self.path:
-            left_out: dict[str, str] = {}
-            files = matches(pattern, left_out)
-            if os.path.isdir(pattern):
-                files = [
-                    file
-                    for file in files
-                    if file.lower().endswith(self.suffixes) or os.path.isdir(file)
-                ]
-            without = some_of([f"{path} ({kind})" for path, kind in left_out.items()])
-            if not files:
-                what = f"data.path={pattern} matches no file that data={self.name} reads"
-                what += f"; left out: {without}" if without else ""
-                raise UserError(
-                    f"{what}: give a file, a folder, or a glob such as 'folder/**/*.txt'"
-                )
-            if without:
-                say(f"left out of data.path={pattern}: {without}")
-            for file in files:
-                found.setdefault(os.path.realpath(file), file)
+            for path in self._files_of(pattern):
+                paths.setdefault(os.path.realpath(path), path)
         # Names are written as JSON, which holds no bytes that are not UTF-8.
-        named: dict[str, int | None] = {
-            os.fsencode(file).decode(errors="backslashreplace"): _size(Path(file))
-            for file in found.values()
+        inputs: dict[str, int | None] = {
+            os.fsencode(path).decode(errors="backslashreplace"): _size(Path(path))
+            for path in paths.values()
         }
-        if len(named) < len(found):
+        if len(inputs) < len(paths):
             raise UserError(
-                "data.path: two names are equal when bytes that are not UTF-8 are escaped: rename one"
+                "data.path: two names are equal when bytes that are not UTF-8 are escaped: "
+                "rename one"
             )
-        return named
+        return inputs
+
+    def _files_of(self, pattern: str) -> list[str]:
+        """Return the files that a pattern names, and print what is left out."""
+        left_out: dict[str, str] = {}
+        files = matches(pattern, left_out)
+        if os.path.isdir(pattern):
+            files = [
+                file
+                for file in files
+                if file.lower().endswith(self.suffixes) or os.path.isdir(file)
+            ]
+        without = some_of([f"{path} ({kind})" for path, kind in left_out.items()])
+        if not files:
+            reason = f"data.path={pattern} matches no file that data={self.name} reads"
+            if without:
+                reason += f"; left out: {without}"
+            raise UserError(f"{reason}: give a file, a folder, or a glob such as 'folder/**/*.txt'")
+        if without:
+            say(f"left out of data.path={pattern}: {without}")
+        return files
 
     def path_of(self, name: str) -> Path:
         """Return the file with a name in `inputs`. Its path may have bytes that are not UTF-8."""
-        escaped = re.sub(
-            rb"\\x([0-9a-f]{2})", lambda byte: bytes.fromhex(byte[1].decode()), name.encode()
-        )
-        return Path(name if os.path.lexists(name) else os.fsdecode(escaped))
+        if os.path.lexists(name):
+            return Path(name)
 
-    def read(self, path: Path, seen: Seen) -> Iterator[Any]:
+        def unescaped(match: re.Match[bytes]) -> bytes:
+            return bytes.fromhex(match[1].decode())
+
+        return Path(os.fsdecode(re.sub(rb"\\x([0-9a-f]{2})", unescaped, name.encode())))
+
+    def read(self, path: Path, seen: CountBytes) -> Iterator[Any]:
         """Yield the lines of a file of JSON lines; a blank line is not a document."""
         for number, line in enumerate(read_lines(path, seen)):
-            begin = line[:100].strip() if line and number == 0 else b""
-            if begin.startswith(b"[") and (not self.is_chat or begin == b"["):
+            if line is None:
+                yield Unreadable("line too long")
+                continue
+            begin = line[:100].strip() if number == 0 else b""
+            # A line of chat may be a list of messages.
+            if begin == b"[" or (begin.startswith(b"[") and not self.is_chat):
                 raise Unreadable(ARRAY)
-            yield Unreadable("line too long") if line is None else line if line.strip() else None
+            yield line if line.strip() else None
 
-    def text_and_set(self, content: Any) -> tuple[Any, str]:
+    def content_and_set(self, content: Any) -> tuple[Any, str]:
         """Parse a line; other content is a document."""
-        is_line = isinstance(content, bytes | bytearray)
-        return _of_record(parse_line(content), self) if is_line else super().text_and_set(content)
+        if isinstance(content, bytes | bytearray):
+            return _of_record(parse_line(content), self)
+        return super().content_and_set(content)
 
 
 class TextSource(NamedFiles, defaults="data/text"):
@@ -261,28 +281,35 @@ class TextSource(NamedFiles, defaults="data/text"):
 
     name: Literal["text"]
 
-    def read(self, path: Path, seen: Seen) -> Iterator[Any]:
-        """Yield the file as one document, or a long one as several, so that the split by hash has a choice."""
-        is_lines, head = path.name.lower().endswith(JSON_LINES), ""
+    def read(self, path: Path, seen: CountBytes) -> Iterator[Any]:
+        """Yield the file as one document, or a long one as several, to be split by their hashes."""
+        is_lines = path.name.lower().endswith(JSON_LINES)
         if not is_lines:
-            for text in read_text(
-                path, lambda _: None
-            ):  # a file with an error is refused as a whole
+            head = ""
+            for text in read_text(path, lambda _: None):  # an error refuses the whole file
                 head = head or text
             is_lines = self._has_lines(head, is_json=".json" in path.name.lower())
-        yield from super().read(path, seen) if is_lines else passages(read_text(path, seen))
+        if is_lines:
+            yield from super().read(path, seen)
+        else:
+            yield from passages(read_text(path, seen))
 
     def _has_lines(self, head: str, is_json: bool) -> bool:
-        """Whether a text that begins so is JSON lines. `is_json`: its file is named so. Raises Unreadable."""
+        """Whether a text that begins so is JSON lines. Raises Unreadable.
+
+        `is_json`: its file is named so.
+        """
         line, end, rest = head.partition("\n")
-        is_object = re.match(r'\s*\{\s*"', line) and (not end or line.rstrip().endswith("}"))
+        begins_object = re.match(r'\s*\{\s*"', line) is not None
+        is_object = begins_object and (not end or line.rstrip().endswith("}"))
         if is_object and rest.lstrip().startswith("{"):
             return True
         has_text = rf'"{re.escape(self.text_field)}"\s*:'
-        an_array = rf'\s*\[\s*\{{\s*"|\s*\{{[^{{[]*\[\s*\{{[^{{}}]*{has_text}'  # or an object that begins with one
-        if re.match(an_array, head) or (is_json and re.match(r"\s*\[", head)):
+        # An array of objects, or an object that begins with one.
+        array = rf'\s*\[\s*\{{\s*"|\s*\{{[^{{[]*\[\s*\{{[^{{}}]*{has_text}'
+        if re.match(array, head) or (is_json and re.match(r"\s*\[", head)):
             raise Unreadable(ARRAY)
-        return bool(is_object and re.search(has_text, line))
+        return is_object and re.search(has_text, line) is not None
 
 
 class JsonlSource(NamedFiles, defaults="data/jsonl"):
@@ -308,14 +335,20 @@ class ChatSource(NamedFiles, defaults="data/chat"):
 
 
 class HubSource(Source, defaults="data/hf"):
-    """A Hugging Face dataset, streamed: one with a file in configs/data, or any other with a text column."""
+    """A Hugging Face dataset, streamed.
+
+    It is one with a file in configs/data, or any other with a text column.
+    """
 
     usual_val_fraction: ClassVar[float] = 0.005
 
     name: Literal["hf", "fineweb", "fineweb_edu", "openwebtext", "pile"]
     path: PathText
-    """A dataset on the hub, or here: a folder with its files or by save_to_disk, a .parquet, .arrow, .csv or .json
-    file, a glob of such, or a builder such as `json` together with data_files."""
+    """A dataset on the hub, or here.
+
+    Here it is a folder with its files or by save_to_disk, a .parquet, .arrow, .csv or .json file, a
+    glob of such, or a builder such as `json` together with data_files.
+    """
     subset: str | None
     """One of the dataset's configurations; null: the only one, or the default one."""
     split: str | None
@@ -325,8 +358,10 @@ class HubSource(Source, defaults="data/hf"):
     data_files: PathText | list[PathText] | None
     """Only these files, in the hub's dataset or, for a builder, here; null: all."""
     text_field: str
-    """The column that holds the text, or `messages` or `completion`, which hold conversations. The set is
-    `meta.pile_set_name` where there is one, else `name`."""
+    """The column that holds the text, or `messages` or `completion`, which hold conversations.
+
+    The set is `meta.pile_set_name` where there is one, else `name`.
+    """
 
     @property
     def is_chat(self) -> bool:
@@ -339,30 +374,32 @@ class HubSource(Source, defaults="data/hf"):
         Raises:
             UserError: it is a file here that only another source reads.
         """
+        is_dataset = os.path.isdir(self.path) or _OF_DATASETS.search(self.path)
         is_here = os.path.exists(self.path) or re.search(r"[*?[]|^-$", self.path)
-        if is_here and not (os.path.isdir(self.path) or _OF_DATASETS.search(self.path)):
-            what = (
-                f"data.path={self.path}: data=hf reads .parquet, .arrow, .csv and .json files here"
+        if is_here and not is_dataset:
+            raise UserError(
+                f"data.path={self.path}: data=hf reads .parquet, .arrow, .csv and .json files "
+                f"here; for this one, give data={source_for(self.path)}"
             )
-            raise UserError(f"{what}; for this one, give data={source_for(self.path)}")
         return {self.path: None}
 
     def documents(
         self,
-        seen: Seen = lambda _: None,
+        seen: CountBytes = lambda _: None,
         after: Position | None = None,
         inputs: Sequence[str] | None = None,
     ) -> Iterator[Raw]:
         """Stream the split.
 
-        After a position, the rows up to it are re-read and skipped: a stream cannot be entered in the middle.
+        After a position, the rows up to it are re-read and skipped: a stream cannot be entered in
+        the middle.
 
         Raises:
-            UserError: the dataset, its subset or split does not exist, it cannot be reached, or it has broken files.
+            UserError: the dataset, its subset or split does not exist, it cannot be reached, or it
+                has broken files.
         """
-        from datasets.exceptions import DatasetsError
-
-        number, rows = after.number if after else 0, None
+        number = after.number if after else 0
+        rows = None
         try:
             rows = self._open(number)
             for row in rows:
@@ -374,12 +411,7 @@ class HubSource(Source, defaults="data/hf"):
                 size = len(text) if isinstance(text, str | list) else 0
                 yield Raw(Position(self.path, number), content, size)
         except Exception as error:
-            of_client = (
-                type(error).__module__.split(".")[0] in _HTTP_CLIENTS
-            )  # these are no OSError
-            if not of_client and not isinstance(
-                error, OSError | ValueError | RuntimeError | DatasetsError
-            ):
+            if not _is_of_datasets(error):
                 raise
             if rows is None:
                 raise UserError(
@@ -389,7 +421,7 @@ class HubSource(Source, defaults="data/hf"):
                 f"data.path={self.path} fails at row {number + 1} ({error}): {_ADVICE}"
             ) from None
 
-    def text_and_set(self, content: Any) -> tuple[Any, str]:
+    def content_and_set(self, content: Any) -> tuple[Any, str]:
         """Return what a row holds."""
         return _of_record(content, self)
 
@@ -400,30 +432,41 @@ class HubSource(Source, defaults="data/hf"):
 
         logging.set_verbosity_error()  # else it announces each of its retries for some 20 seconds
         split = self.split or "train"
-        if any(
-            os.path.exists(os.path.join(self.path, file))
-            for file in ("dataset_dict.json", "state.json")
-        ):
+        folder = Path(self.path)
+        if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
             saved = load_from_disk(self.path)
             if isinstance(saved, DatasetDict):
                 if split not in saved:
                     raise ValueError(f"Bad split: {split}. Available splits: {[*saved]}")
                 saved = saved[split]
             return saved.skip(first)
-        builder, files = self.path, self.data_files
-        if suffix := _OF_DATASETS.search(self.path):
-            builder, files = suffix[1].lower(), self.path
+        builder = self.path
+        files = self.data_files
+        suffix = _OF_DATASETS.search(self.path)
+        if suffix:
+            builder = suffix[1].lower()
+            files = self.path
         settings = {"name": self.subset, "split": split, "revision": self.revision}
         return load_dataset(builder, data_files=files, **settings, streaming=True).skip(first)
 
 
 _CHECK = "check the network, data.path, data.subset, data.split and data.revision"
 _ADVICE = (
-    "repeat the command, it continues from what is written; or copy the files to this machine and give "
-    "data.path=FOLDER, if they are JSON lines with data=jsonl"
+    "repeat the command, it continues from what is written; or copy the files to this machine and "
+    "give data.path=FOLDER, if they are JSON lines with data=jsonl"
 )
 _BESIDE = ("prompt", "completion", "meta")  # what a record may hold beside its text
 _HTTP_CLIENTS = {"aiohttp", "httpcore", "httpcore2", "httpx", "httpx2"}
+
+
+def _is_of_datasets(error: Exception) -> bool:
+    """Whether the library raises this error for what it reads, and not for a bug of ours."""
+    from datasets.exceptions import DatasetsError
+
+    is_of_client = type(error).__module__.split(".")[0] in _HTTP_CLIENTS  # these are no OSError
+    return is_of_client or isinstance(error, OSError | ValueError | RuntimeError | DatasetsError)
+
+
 _PASSAGE = 16_384
 _LONGEST_PASSAGE = 2**20
 _BLANK_LINES = re.compile(r"(?:\r?\n){2,}")
@@ -431,61 +474,66 @@ _LINE_END = re.compile(r"\n")
 
 
 def passages(chunks: Iterable[str]) -> Iterator[str]:
-    """Cut a text that comes in chunks into passages of 16,384 characters or a bit more; joined, they are the text.
+    """Cut a text that comes in chunks into passages of 16,384 characters or a bit more.
 
-    It cuts after a blank line; if the next 16,384 characters have none, after a line; and within a line of a million
-    characters. An empty text is one empty passage.
+    Joined, they are the text. It cuts after a blank line; if the next 16,384 characters have none,
+    after a line; and within a line of a million characters. An empty text is one empty passage.
     """
-    rest, start = "", 0
+    text = ""
+    start = 0
     for chunk in chunks:
-        rest, start = rest[start:] + chunk, 0
-        while len(rest) - start > _LONGEST_PASSAGE:
-            stop = _end_of_passage(rest, start)
-            yield rest[start:stop]
+        text = text[start:] + chunk
+        start = 0
+        while len(text) - start > _LONGEST_PASSAGE:
+            stop = _end_of_passage(text, start)
+            yield text[start:stop]
             start = stop
-    while len(rest) - start > 2 * _PASSAGE and (stop := _end_of_passage(rest, start)) < len(rest):
-        yield rest[start:stop]
+    while len(text) - start > 2 * _PASSAGE:
+        stop = _end_of_passage(text, start)
+        if stop == len(text):
+            break
+        yield text[start:stop]
         start = stop
-    yield rest[start:]
+    yield text[start:]
 
 
 def _end_of_passage(text: str, start: int) -> int:
-    near, far, end = (
-        start + _PASSAGE,
-        start + 2 * _PASSAGE,
-        min(start + _LONGEST_PASSAGE, len(text)),
-    )
-    cut = _BLANK_LINES.search(text, near, far) or _LINE_END.search(text, near, end)
+    near = start + _PASSAGE
+    end = min(start + _LONGEST_PASSAGE, len(text))
+    cut = _BLANK_LINES.search(text, near, near + _PASSAGE) or _LINE_END.search(text, near, end)
     return cut.end() if cut else end
 
 
 def _of_record(record: Any, source: NamedFiles | HubSource) -> tuple[Any, str]:
+    """Return the text, ids or messages of a record, and its set. Raises Unreadable."""
     if source.is_chat and isinstance(record, list):  # as nanochat writes a conversation
-        if (
-            record
-            and isinstance(record[0], dict)
-            and {source.text_field, "completion"} & record[0].keys()
-        ):
+        first = record[0] if record else None
+        if isinstance(first, dict) and {source.text_field, "completion"} & first.keys():
             raise Unreadable(ARRAY)
         return record, source.name
     fields = record if isinstance(record, dict) else {}
-    text = fields.get(source.text_field)
-    if source.is_chat and (text is None or source.text_field == "completion"):
-        text = _messages(fields)
-    if text is None:
+    content = fields.get(source.text_field)
+    if source.is_chat and (content is None or source.text_field == "completion"):
+        content = _messages(fields)
+    if content is None:
         keys = [repr(key[:40]) for key in fields if key != source.text_field]
         raise Unreadable(NO_TEXT, about=f" with {some_of(keys)}" if keys else "")
     meta = fields.get("meta")
     name = meta.get("pile_set_name") if isinstance(meta, dict) else None
-    if not (isinstance(name, str) and name and name.isprintable()):  # it is printed to terminals
-        name = source.name
-    return text, name
+    if not isinstance(name, str) or not name.isprintable() or name == "":
+        name = source.name  # names are printed to terminals
+    return content, name
 
 
 def _messages(record: JsonDict) -> Any:
-    """Return the messages of a prompt and its completion, which are texts or lists of messages; None without one."""
-    prompt, completion = record.get("prompt"), record.get("completion")
+    """Return the messages of a prompt and its completion; None without a completion.
+
+    Both may be texts or lists of messages.
+    """
+    prompt = record.get("prompt")
+    completion = record.get("completion")
+    if completion is None:
+        return None
     if isinstance(prompt, list) and isinstance(completion, list):
         return prompt + completion
-    pair = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-    return None if completion is None else pair
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]

@@ -1,7 +1,8 @@
-"""Token ids made elsewhere: shards of llm.c, modded-nanogpt and nanoGPT, arrays of NumPy, and JSON lines.
+"""Token ids made elsewhere: shards of llm.c, modded-nanogpt and nanoGPT, .npy arrays, JSON lines.
 
-llm.c's write_datafile (dev/data/data_common.py) writes a header of 256 int32 (magic, version, number of ids), then the
-ids; modded-nanogpt writes the same with the magic of GPT-2. nanoGPT's train.bin and val.bin have no header.
+llm.c's write_datafile (dev/data/data_common.py) writes a header of 256 int32 (magic, version,
+number of ids), then the ids; modded-nanogpt writes the same with the magic of GPT-2. nanoGPT's
+train.bin and val.bin have no header.
 """
 
 import re
@@ -11,37 +12,41 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from data.prepare.items import FOUR_BYTES, NOT_IDS, Seen, Unreadable
+from data.prepare.items import FOUR_BYTES, NOT_IDS, CountBytes, Unreadable
 from data.prepare.sources import JSON_LINES, NamedFiles
 
 _HEADER = 256  # int32
-_FORMATS = {
-    (20240520, 1): "<u2",
-    (20240801, 7): "<u4",
-}  # by magic and version: ids of GPT-2, and of Llama 3
+# Type of the ids by magic and version: ids of GPT-2, and of Llama 3.
+_FORMATS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 _MAGICS = {*(magic for magic, _ in _FORMATS), 20240522}  # the last: llm.c's evaluation files
-_LONGEST = (
-    2**22
-)  # ids of a document; a stream without end is cut, so that little of it is in memory
+# Ids of a document. A stream without end is cut, so that little of it is in memory.
+_LONGEST = 2**22
 _FEW = 64  # in fewer ids, small ones may stand in every second place by chance
 _VALIDATION = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])")  # in the name of a file
 
 
 def val_inputs(names: Iterable[str]) -> list[str]:
     """Return the validation shards, if there are others: those with "val" in their file's name."""
-    found = [name for name in names if _VALIDATION.search(Path(name).name.lower())]
-    return found if set(found) < set(names) else []
+    names = list(names)
+    validation = [name for name in names if _VALIDATION.search(Path(name).name.lower())]
+    return validation if len(validation) < len(names) else []
 
 
 class TokenSource(NamedFiles, defaults="data/tokens"):
-    """Files of token ids: .bin, .npy, or JSON lines of lists. A document ends with its end-of-text id, or its list."""
+    """Files of token ids: .bin, .npy, or JSON lines of lists.
+
+    A document ends with its end-of-text id, or its list.
+    """
 
     usual_val_fraction: ClassVar[float] = 0.005
     suffixes: ClassVar[tuple[str, ...]] = (".bin", ".npy", *JSON_LINES)
 
     name: Literal["tokens"]
     dtype: Literal["uint16", "uint32", "int32", "int64"] | None
-    """Type of the ids in .bin files without a header. null: uint16, and files that look like another are refused."""
+    """Type of the ids in .bin files without a header.
+
+    null: uint16, and files that look like another are refused.
+    """
     _eot_id: int = -1
 
     def ended_by(self, eot_id: int) -> "TokenSource":
@@ -50,35 +55,36 @@ class TokenSource(NamedFiles, defaults="data/tokens"):
         source._eot_id = eot_id
         return source
 
-    def read(self, path: Path, seen: Seen) -> Iterator[Any]:
+    def read(self, path: Path, seen: CountBytes) -> Iterator[Any]:
         """Yield documents, or lines."""
         if path.name.lower().endswith(JSON_LINES):
             yield from super().read(path, seen)
         elif path.suffix.lower() == ".npy":
-            array = _numpy_array(path)
-            for row in np.atleast_2d(array):
+            for row in np.atleast_2d(_numpy_array(path)):
                 yield from self._documents(row, seen)
         else:
             yield from self._documents(_shard(path, self.dtype), seen)
 
-    def text_and_set(self, content: Any) -> tuple[Any, str]:
+    def content_and_set(self, content: Any) -> tuple[Any, str]:
         """Return ids, or parse a line."""
-        ids, set_name = super().text_and_set(content)
+        ids, set_name = super().content_and_set(content)
         if not isinstance(ids, list | np.ndarray):
             raise Unreadable(NOT_IDS)
         return ids, set_name
 
-    def _documents(self, ids: np.ndarray, seen: Seen) -> Iterator[np.ndarray]:
+    def _documents(self, ids: np.ndarray, seen: CountBytes) -> Iterator[np.ndarray]:
         """Cut ids (N,) after each end of text. Joined, the documents are the ids."""
         start = 0
         while start < ids.size:
-            block = np.asarray(ids[start : start + _LONGEST])
-            ends = np.flatnonzero(block == self._eot_id) + 1
-            if start + block.size == ids.size or not ends.size:
-                ends = np.union1d(ends, [block.size])
-            yield from np.split(block[: ends[-1]], ends[:-1])
-            start += int(ends[-1])
-            seen(int(ends[-1]) * ids.itemsize)
+            chunk = np.asarray(ids[start : start + _LONGEST])
+            ends = np.flatnonzero(chunk == self._eot_id) + 1
+            is_last = start + chunk.size == ids.size
+            if is_last or not ends.size:
+                ends = np.union1d(ends, [chunk.size])
+            n_ids = int(ends[-1])
+            yield from np.split(chunk[:n_ids], ends[:-1])
+            start += n_ids
+            seen(n_ids * ids.itemsize)
 
 
 def _numpy_array(path: Path) -> np.ndarray:
@@ -94,14 +100,16 @@ def _numpy_array(path: Path) -> np.ndarray:
 
 def _shard(path: Path, dtype: str | None) -> np.ndarray:
     """Map the ids of a .bin file into memory, (N,). Raises Unreadable."""
-    size, start = path.stat().st_size, 0
     if path.suffix.lower() != ".bin":
         raise Unreadable("neither .bin, .npy nor JSON lines")
-    magic, version, n_ids = (*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0)[:3]
+    size = path.stat().st_size
+    start = 0
+    magic, version, n_ids = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
     if magic in _MAGICS:
         if (magic, version) not in _FORMATS:
             raise Unreadable("a header of another version, or not of tokens")
-        kind, start = np.dtype(_FORMATS[magic, version]), 4 * _HEADER
+        kind = np.dtype(_FORMATS[magic, version])
+        start = 4 * _HEADER
         if size != start + n_ids * kind.itemsize:
             raise Unreadable("header does not match the file's size")
     else:
@@ -111,8 +119,15 @@ def _shard(path: Path, dtype: str | None) -> np.ndarray:
     if size == start:
         return np.empty(0, kind)  # nothing can be mapped
     ids = np.memmap(path, kind, "r", start)
-    if not start and dtype is None and ids.size >= _FEW:
-        small = (ids[: min(2**16, ids.size // 4 * 4)].reshape(-1, 4) <= 3).mean(axis=0)
-        if small[0] < 0.5 and small[1] > 0.9 and small[3] > 0.9:
-            raise Unreadable(FOUR_BYTES)
+    if start == 0 and dtype is None and _have_four_bytes(ids):
+        raise Unreadable(FOUR_BYTES)
     return ids
+
+
+def _have_four_bytes(ids: np.ndarray) -> bool:
+    """Whether uint16 (N,) look like halves of larger ids: every second one is small."""
+    if ids.size < _FEW:
+        return False
+    columns = ids[: min(2**16, ids.size // 4 * 4)].reshape(-1, 4)
+    small = (columns <= 3).mean(axis=0)
+    return bool(small[0] < 0.5 and small[1] > 0.9 and small[3] > 0.9)

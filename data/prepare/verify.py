@@ -35,24 +35,30 @@ def verify_or_exit(dataset_dir: Path, threads: PositiveInt | None = None) -> Non
     Raises:
         SystemExit: it has problems; the status is 1.
     """
-    for problem in (problems := verify(dataset_dir, threads)):
+    problems = verify(dataset_dir, threads)
+    for problem in problems:
         print_error(problem)
     if problems:
         raise SystemExit(1)
     manifest = parse_manifest(dataset_dir)
     total = total_of(split.total for split in manifest.splits.values())
-    n_sets, n_inputs = count(len(manifest.set_names), "set"), count(len(manifest.inputs), "input")
+    n_sets = count(len(manifest.set_names), "set")
+    n_inputs = count(len(manifest.inputs), "input")
     say(
-        f"{dataset_dir} is whole: {total.documents:,} documents, {total.tokens:,} tokens, {n_sets}, {n_inputs}"
+        f"{dataset_dir} is whole: {total.documents:,} documents, {total.tokens:,} tokens, "
+        f"{n_sets}, {n_inputs}"
     )
 
 
 def verify(dataset_dir: Path, threads: int | None = None) -> list[str]:
-    """Return a line for the first problem of each shard of a dataset, or of its tokenizer; none if it is whole.
+    """Return a line for the first problem of each shard of a dataset, or of its tokenizer.
 
-    It checks the sums of all files, the documents, tokens and bytes of text of every set and split, that every id is in
-    the tokenizer's vocabulary, and that the indexes say where documents end and where they are from. `threads` read
-    shards at the same time; None: one for every CPU.
+    It checks the sums of all files, the documents, tokens and bytes of text of every set and split,
+    that every id is in the tokenizer's vocabulary, and that the indexes say where documents end and
+    where they are from.
+
+    Args:
+        threads: shards that are read at the same time; None: one for every CPU.
     """
     try:
         manifest = parse_manifest(dataset_dir)
@@ -60,28 +66,27 @@ def verify(dataset_dir: Path, threads: int | None = None) -> list[str]:
     except UserError as error:
         return [str(error)]
     if tokenizer.id != manifest.tokenizer:
-        return [
-            f"{dataset_dir / TOKENIZER} is not the tokenizer of {MANIFEST}: prepare the dataset again"
-        ]
-    problems: list[str] = []
+        path = dataset_dir / TOKENIZER
+        return [f"{path} is not the tokenizer of {MANIFEST}: prepare the dataset again"]
     lengths = tokenizer.byte_lengths.astype(np.min_scalar_type(tokenizer.byte_lengths.max()))
     check = partial(_check_shard, dataset_dir, manifest, lengths)
+    n_shards = sum(len(split.shards) for split in manifest.splits.values())
+    problems: list[str] = []
     pool = ThreadPoolExecutor(threads or os.cpu_count())
     try:
-        with Track(
-            "verifying, shards", sum(len(split.shards) for split in manifest.splits.values())
-        ) as track:
+        with Track("verifying, shards", n_shards) as track:
             for name, split in manifest.splits.items():
-                found: list[str] = []
+                split_problems: list[str] = []
                 counts = np.zeros((len(manifest.set_names), len(Counts.model_fields)), np.int64)
-                for wrong, of_shard in pool.map(check, split.shards):
-                    found += wrong
-                    counts += of_shard
+                for problem, shard_counts in pool.map(check, split.shards):
+                    if problem is not None:
+                        split_problems.append(problem)
+                    counts += shard_counts
                     track.advance(1)
-                if not found:
-                    wrong_sets = _wrong(name, split.sets, manifest.set_names, counts)
-                    found = [str(damaged(dataset_dir / MANIFEST, wrong)) for wrong in wrong_sets]
-                problems += found
+                if not split_problems:
+                    for wrong in _wrong_counts(name, split.sets, manifest.set_names, counts):
+                        split_problems.append(str(damaged(dataset_dir / MANIFEST, wrong)))
+                problems += split_problems
     finally:
         pool.shutdown(cancel_futures=True)
     return problems
@@ -89,17 +94,21 @@ def verify(dataset_dir: Path, threads: int | None = None) -> list[str]:
 
 def _check_shard(
     dataset_dir: Path, manifest: Manifest, lengths: np.ndarray, shard: Shard
-) -> tuple[list[str], np.ndarray | int]:
-    """Return the first problem of a shard, if any, and its counts; `lengths` are the bytes of text of each id."""
-    file = shard.file
+) -> tuple[str | None, np.ndarray | int]:
+    """Return the first problem of a shard, if any, and its counts (sets, units).
+
+    `lengths` are the bytes of text of each id.
+    """
+    path = dataset_dir / shard.file
     try:
         for file, size, sha256 in manifest.files_of(shard):
-            check_file(dataset_dir / file, size, sha256)
-        return [], _read_shard(dataset_dir, manifest, shard, lengths)
+            path = dataset_dir / file
+            check_file(path, size, sha256)
+        return None, _read_shard(dataset_dir, manifest, shard, lengths)
     except UserError as error:
-        return [str(error)], 0
+        return str(error), 0
     except OSError as error:
-        return [str(damaged(dataset_dir / file, f"it cannot be read ({error.strerror})"))], 0
+        return str(damaged(path, f"it cannot be read ({error.strerror})")), 0
 
 
 def _read_shard(
@@ -110,44 +119,56 @@ def _read_shard(
     Raises:
         UserError: a document does not match its record.
     """
-    path, eot_id, n_vocab = (
-        dataset_dir / shard.file,
-        manifest.tokenizer.eot_id,
-        manifest.tokenizer.n_vocab,
-    )
+    path = dataset_dir / shard.file
+    tokenizer = manifest.tokenizer
     records = read_index(dataset_dir, manifest, shard)
-    ends, set_numbers = records["end"].astype(np.int64), np.array(manifest.sets_of(shard))
-    sets = np.zeros((len(manifest.set_names), len(Counts.model_fields)), np.int64)
-    first = begin = 0
+    ends = records["end"].astype(np.int64)
+    set_numbers = np.array(shard.sets)
+    counts = np.zeros((len(manifest.set_names), len(Counts.model_fields)), np.int64)
+    first = 0  # document
+    begin = 0  # token
     with open_file(path) as file:
         while first < ends.size:
+            # Whole documents of about _IDS_AT_ONCE ids.
             last = max(first + 1, int(np.searchsorted(ends, begin + _IDS_AT_ONCE)))
-            mine = ends[first:last] - begin
-            ids = np.frombuffer(file.read(int(mine[-1]) * manifest.dtype.itemsize), manifest.dtype)
-            if (highest := int(ids.max())) >= n_vocab:
+            chunk_ends = ends[first:last] - begin
+            content = file.read(int(chunk_ends[-1]) * manifest.dtype.itemsize)
+            ids = np.frombuffer(content, manifest.dtype)
+            highest = int(ids.max())
+            if highest >= tokenizer.n_vocab:
                 raise damaged(
-                    path, f"it holds the id {highest}, its tokenizer's last is {n_vocab - 1}"
+                    path,
+                    f"it holds the id {highest}, its tokenizer's last is {tokenizer.n_vocab - 1}",
                 )
-            if not np.array_equal(np.flatnonzero(ids == eot_id) + 1, mine):
+            if not np.array_equal(np.flatnonzero(ids == tokenizer.eot_id) + 1, chunk_ends):
                 raise damaged(
                     path, f"documents {first + 1} to {last} do not end where its index says"
                 )
-            starts = np.concatenate([[0], mine[:-1]])
+            starts = np.concatenate([[0], chunk_ends[:-1]])
             utf8_bytes = np.add.reduceat(lengths.take(ids, mode="clip"), starts, dtype=np.int64)
-            for unit, amounts in enumerate(
-                (mine - starts, None, utf8_bytes)
-            ):  # as float64, exact below 2**53
-                of_sets = np.bincount(records["set"][first:last], amounts, set_numbers.size)
-                sets[set_numbers, unit] += of_sets.astype(np.int64)
-            first, begin = last, begin + ids.size
-    return sets
+            documents = np.ones(last - first)
+            for unit, amounts in enumerate((chunk_ends - starts, documents, utf8_bytes)):
+                # As float64, exact below 2**53.
+                sums = np.bincount(records["set"][first:last], amounts, set_numbers.size)
+                counts[set_numbers, unit] += sums.astype(np.int64)
+            first = last
+            begin += ids.size
+    return counts
 
 
-def _wrong(
+def _wrong_counts(
     split: str, stated: dict[str, Counts], set_names: list[str], counts: np.ndarray
 ) -> Iterator[str]:
-    """Describe the sets of a split with other amounts in the manifest than `counts` (sets, units) in the shards."""
-    for name, amounts in zip(set_names, counts.tolist(), strict=True):
-        found = Counts(**dict(zip(Counts.model_fields, amounts, strict=True)))
-        if (found if found.documents else None) != stated.get(name):
-            yield f"set {name!r} of {split} has {found} in the shards, {stated.get(name)} in the manifest"
+    """Describe the sets of a split with other amounts in the manifest than in the shards.
+
+    `counts`: (sets, units) of the shards.
+    """
+    for name, (tokens, documents, utf8_bytes) in zip(set_names, counts.tolist(), strict=True):
+        actual = Counts(tokens=tokens, documents=documents, utf8_bytes=utf8_bytes)
+        expected = stated.get(name)
+        if expected is None and documents == 0:
+            continue
+        if actual != expected:
+            yield (
+                f"set {name!r} of {split} has {actual} in the shards, {expected} in the manifest"
+            )

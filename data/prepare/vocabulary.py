@@ -14,28 +14,33 @@ from common.files import make_directory, write_atomic
 from common.settings import UserError
 from data.documents import documents_in
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
-from data.tokenizer import END_OF_TEXT, byte_characters, load_tokenizer
+from data.tokenizer import load_tokenizer
+from data.tokenizer_base import END_OF_TEXT, byte_characters
 from data.tokenizer_json import HFTokenizer
 
 
 def learn(dataset_dir: Path, n_vocab: Annotated[int, Field(lt=2**24)], out: Path) -> None:
-    """Learn a byte-level BPE of `n_vocab` ids from a dataset's training documents, and write its tokenizer.json.
+    """Learn a byte-level BPE of `n_vocab` ids from a dataset, and write its tokenizer.json.
 
-    GPT-2's pattern splits texts into words. <|endoftext|> is the last id.
+    It learns from the training documents. GPT-2's pattern splits texts into words. <|endoftext|> is
+    the last id.
 
     Raises:
-        UserError: there is no such dataset, n_vocab is less than 257 or more than its text gives, or the folder of
-            `out` cannot be made, or `out` exists.
+        UserError: there is no such dataset, n_vocab is less than 257 or more than its text gives,
+        or
+            the folder of `out` cannot be made, or `out` exists.
     """
     manifest = read_manifest(dataset_dir)
     if manifest.tokenizer.name == "none":
         raise UserError(
-            f"dataset_dir={dataset_dir} has ids without text (tokenizer=none): give a dataset of texts"
+            f"dataset_dir={dataset_dir} has ids without text (tokenizer=none): "
+            "give a dataset of texts"
         )
     alphabet = sorted(byte_characters().values())
     if n_vocab <= len(alphabet):
         raise UserError(
-            f"n_vocab={n_vocab} is too small: the bytes and {END_OF_TEXT} alone are {len(alphabet) + 1}"
+            f"n_vocab={n_vocab} is too small: the bytes and {END_OF_TEXT} alone are "
+            f"{len(alphabet) + 1}"
         )
     make_directory(out.parent, "out")  # learning takes long: an error must come before it
     if out.exists():
@@ -48,21 +53,20 @@ def learn(dataset_dir: Path, n_vocab: Annotated[int, Field(lt=2**24)], out: Path
     )
     bpe.train_from_iterator(_texts(dataset_dir, manifest), trainer)
     bpe.add_special_tokens([END_OF_TEXT])
-    if (found := bpe.get_vocab_size()) < n_vocab:
+    n_learned = bpe.get_vocab_size()
+    if n_learned < n_vocab:
         raise UserError(
-            f"n_vocab={n_vocab} is more than the text of {dataset_dir} gives: use at most n_vocab={found}"
+            f"n_vocab={n_vocab} is more than the text of {dataset_dir} gives: "
+            f"use at most n_vocab={n_learned}"
         )
-    learned = HFTokenizer(json.loads(bpe.to_str()))
+    HFTokenizer(json.loads(bpe.to_str()))  # raises if it could not be used
     write_atomic(out, bpe.to_str(pretty=True) + "\n")
-    say(f"{out} has {learned.n_vocab:,} ids; prepare data with: tokenizer=hf tokenizer.path={out}")
+    say(f"{out} has {n_learned:,} ids; prepare data with: tokenizer=hf tokenizer.path={out}")
 
 
 def _texts(dataset_dir: Path, manifest: Manifest) -> Iterator[str]:
-    stream, tokenizer = (
-        TokenStream(dataset_dir, manifest, "train"),
-        load_tokenizer(dataset_dir / TOKENIZER),
-    )
-    for place in documents_in(dataset_dir, manifest, "train", 0, stream.n_tokens):
-        yield tokenizer.decode_bytes(stream.read(place.start, place.stop - 1).tolist()).decode(
-            errors="replace"
-        )
+    stream = TokenStream(dataset_dir, manifest, "train")
+    tokenizer = load_tokenizer(dataset_dir / TOKENIZER)
+    for document in documents_in(dataset_dir, manifest, "train", 0, stream.n_tokens):
+        ids = stream.read(document.start, document.stop - 1).tolist()
+        yield tokenizer.decode_bytes(ids).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""The routes: a page at /, OpenAI's API at /v1. Every error has OpenAI's form and gives the reason."""
+"""The routes: a page at /, OpenAI's API at /v1. Every error has OpenAI's form and a reason."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,8 @@ from inference.server.responses import ApiError
 
 PAGE = Path(__file__).parent / "page"
 _SAFE = {  # the page loads nothing from other sites, and other sites cannot embed it
-    "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'",
+    "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'; "
+    "base-uri 'none'",
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
@@ -94,7 +95,9 @@ def guarded(app: ASGIApp, hosts: frozenset[str] | None) -> ASGIApp:
     """Refuse requests by names other than `hosts` (None: any), and answer HEAD like GET."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = _refusal(Request(scope), hosts) if hosts and scope["type"] == "http" else None
+        refusal = None
+        if hosts and scope["type"] == "http":
+            refusal = _refusal(Request(scope), hosts)
         if scope.get("method") == "HEAD":  # uvicorn leaves out the body
             scope = {**scope, "method": "GET"}
         await (response(refusal) if refusal else app)(scope, receive, send)
@@ -103,15 +106,16 @@ def guarded(app: ASGIApp, hosts: frozenset[str] | None) -> ASGIApp:
 
 
 def _refusal(request: Request, hosts: frozenset[str]) -> ApiError | None:
-    """The error for browser requests from another site's page, also through a host name that resolves to us."""
-    host, origin = request.headers.get("host", ""), request.headers.get("origin")
-    named = re.fullmatch(r"\[?([^][]*?)\]?(:\d*)?", host)  # the brackets of an IPv6 address
-    if named is None or named[1].lower() not in hosts:
-        return ApiError(
-            403,
-            f"Host {host!r} is not this server's name: use {' or '.join(sorted(hosts))}",
-            "wrong_host",
-        )
+    """The error for a browser's request from another site's page.
+
+    Such a page may reach this server through a host name of its own that resolves to this machine.
+    """
+    host = request.headers.get("host", "")
+    match = re.fullmatch(r"\[?([^][]*?)\]?(:\d*)?", host)  # the brackets of an IPv6 address
+    if match is None or match[1].lower() not in hosts:
+        names = " or ".join(sorted(hosts))
+        return ApiError(403, f"Host {host!r} is not this server's name: use {names}", "wrong_host")
+    origin = request.headers.get("origin")
     if origin not in (None, f"http://{host}"):
         return ApiError(
             403, f"Origin {origin!r} is another site, which may not use this server", "wrong_origin"

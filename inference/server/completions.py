@@ -1,4 +1,4 @@
-"""Answers one request for completions: reads and checks it, submits its generations, and sends them as they grow."""
+"""Answers one request for completions: reads it, submits its generations, sends their updates."""
 
 import asyncio
 import contextlib
@@ -62,25 +62,32 @@ async def complete(http: Request, served: Served, kind: type[AnyRequest]) -> Res
 
 
 def _generations(request: AnyRequest, served: Served) -> list[Generation]:
-    tokenizer, engine, key = served.tokenizer, served.worker.engine, "prompt"
+    tokenizer = served.tokenizer
+    engine = served.worker.engine
+    key = "prompt"
     if isinstance(request, ChatRequest):
         if not isinstance(tokenizer, ChatTokenizer):
-            how = "/v1/completions continues a prompt, and train.py experiment=chat makes a model that answers"
-            raise refused(f"messages are for chat models, which this is not: {how}")
+            raise refused(
+                "messages are for chat models, which this is not: /v1/completions continues a "
+                "prompt, and train.py experiment=chat makes a model that answers"
+            )
         key = "messages"
         request = request.as_completion(
             tokenizer, served.limits.max_tokens, engine.gpt.config.max_len
         )
-    n_texts, most = len(request.prompt) * request.n, served.worker.max_texts
-    if n_texts > most:
-        asked = f"n={request.n} for each of {count(len(request.prompt), 'prompt')}"
-        raise refused(f"{asked} are {n_texts} texts: this server takes at most {most} at once")
+    n_texts = len(request.prompt) * request.n
+    max_texts = served.worker.max_texts
+    if n_texts > max_texts:
+        raise refused(
+            f"n={request.n} for each of {count(len(request.prompt), 'prompt')} are {n_texts} "
+            f"texts: this server takes at most {max_texts} at once"
+        )
     requests = requests_of(request, tokenizer, served.limits, key)
     try:
-        engine.check(max(requests, key=lambda one: one.n_read))
+        engine.check(max(requests, key=lambda text: text.n_read))
     except UserError as error:
         raise ApiError(400, str(error), "context_length_exceeded", key) from None
-    return [Generation(one, served.tokenizer) for one in requests]
+    return [Generation(text, tokenizer) for text in requests]
 
 
 async def read_request(http: Request, kind: type[AnyRequest]) -> AnyRequest:
@@ -90,11 +97,12 @@ async def read_request(http: Request, kind: type[AnyRequest]) -> AnyRequest:
         ApiError: the body is too large, or not a valid request.
         ClientDisconnect: the client closed the connection before sending all of it.
     """
-    sent = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if sent != "application/json":  # browsers do not let other sites' pages send it
+    content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":  # browsers do not let other sites' pages send it
         raise ApiError(
             415,
-            f"Content-Type is {sent or 'missing'}: send JSON, with Content-Type: application/json",
+            f"Content-Type is {content_type or 'missing'}: send JSON, with Content-Type: "
+            "application/json",
         )
     body = bytearray()
     async for chunk in http.stream():
@@ -116,9 +124,13 @@ def _decoded(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
 
 def refused(message: str) -> ApiError:
     """The error for a wrong request, with the key that the message begins with."""
-    found = re.match(r"(?:(?:unknown )?key ')?(\w+)", message)
-    known = found and (found[1] != found[0] or found[1] in KEYS)
-    return ApiError(400, message, param=found[1] if found and known else None)
+    match = re.match(r"(?:(?:unknown )?key ')?(\w+)", message)
+    param = None
+    if match is not None:
+        names_a_key = match[1] != match[0]
+        if names_a_key or match[1] in KEYS:
+            param = match[1]
+    return ApiError(400, message, param=param)
 
 
 async def updates_of(generations: Sequence[Generation], served: Served, http: Request) -> Updates:
@@ -128,7 +140,8 @@ async def updates_of(generations: Sequence[Generation], served: Served, http: Re
         ApiError: there is no place for them, or the model fails.
         ClientDisconnect: the client has closed the connection.
     """
-    loop, arrived = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Update | Exception]]()
+    loop = asyncio.get_running_loop()
+    arrived = asyncio.Queue[tuple[int, Update | Exception]]()
 
     def tell(index: int, update: Update | Exception) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits for this
@@ -160,12 +173,10 @@ async def updates_of(generations: Sequence[Generation], served: Served, http: Re
         raise
     except Exception as error:
         print_error(f"{type(error).__name__}: {error}")
-        what = (
-            str(error)
-            if isinstance(error, UserError)
-            else f"the model failed: {type(error).__name__}"
-        )
-        raise ApiError(500, what, "model_failed") from error
+        message = f"the model failed: {type(error).__name__}"
+        if isinstance(error, UserError):
+            message = str(error)
+        raise ApiError(500, message, "model_failed") from error
     finally:
         watching.cancel()
         leave()
@@ -174,7 +185,10 @@ async def updates_of(generations: Sequence[Generation], served: Served, http: Re
 async def stream(
     first: tuple[int, Update], updates: Updates, response: CompletionResponse, include_usage: bool
 ) -> AsyncIterator[str]:
-    """The response as server-sent events; the token counts come last, if requested. Progress is a comment."""
+    """The response as server-sent events. Progress is a comment.
+
+    `include_usage`: the token counts come last.
+    """
     item: tuple[int, Update] | None = first
     try:
         while item:
@@ -201,5 +215,5 @@ def _event(value: JsonDict) -> str:
 def check_model(name: str, served: Served) -> None:
     """Raise ApiError if the request asks for another model."""
     if name != served.name:
-        what = f"the model {name!r} does not exist: {nearest(name, [served.name])}"
-        raise ApiError(404, what, "model_not_found", "model")
+        message = f"the model {name!r} does not exist: {nearest(name, [served.name])}"
+        raise ApiError(404, message, "model_not_found", "model")

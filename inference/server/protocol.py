@@ -1,11 +1,12 @@
-"""The bodies of requests to /v1/completions and /v1/chat/completions: OpenAI's keys, our own sampling settings, and the
-server's limits.
+"""The bodies of requests to /v1/completions and /v1/chat/completions, and the server's limits.
 
-https://platform.openai.com/docs/api-reference/completions, https://platform.openai.com/docs/api-reference/chat
+The keys are OpenAI's, and our own sampling settings.
+
+https://platform.openai.com/docs/api-reference/completions
+https://platform.openai.com/docs/api-reference/chat
 """
 
 import secrets
-from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import (
@@ -25,10 +26,9 @@ from inference.load import ModelConfig
 from inference.prefill import Request
 from inference.sampling import SamplingConfig
 
-_MOST_STOPS, _LONGEST_STOP = (
-    16,
-    256,
-)  # every new token's text is compared with all beginnings of these
+# Every new token's text is compared with all beginnings of these.
+_MOST_STOPS = 16
+_LONGEST_STOP = 256
 _NOT_OFFERED = {
     "presence_penalty": "use repetition_penalty",
     "frequency_penalty": "use repetition_penalty",
@@ -39,9 +39,7 @@ _NOT_OFFERED = {
 }
 _Message = Annotated[tuple[str, str], BeforeValidator(parse_message)]
 _MESSAGES = TypeAdapter(list[JsonDict]).json_schema()
-_PROMPT = TypeAdapter(
-    str | list[str] | list[int] | list[list[int]]
-).json_schema()  # one prompt is a list of one here
+_PROMPT = TypeAdapter(str | list[str] | list[int] | list[list[int]]).json_schema()
 
 
 class ServeConfig(ModelConfig, defaults="serve"):
@@ -60,7 +58,7 @@ class ServeConfig(ModelConfig, defaults="serve"):
     max_tokens: int = Field(ge=1)
     """Longest continuation."""
     cache_states: int = Field(ge=0)
-    """Maximum number of cached states of recent prompts, reused by prompts that start alike; 0: none."""
+    """Most cached states of recent prompts, reused by prompts that start alike; 0: none."""
     cache_bytes: int = Field(ge=0)
     """Most bytes of these states, on the model's device."""
 
@@ -96,13 +94,14 @@ class _Shared(SamplingConfig):
     def _drop_nulls_and_defaults(cls, raw: Any) -> Any:
         if not isinstance(raw, dict):
             raise ValueError("the body is not a JSON object")
-        given = {key: value for key, value in raw.items() if value is not None and key != "user"}
+        body = {key: value for key, value in raw.items() if value is not None and key != "user"}
         for key, instead in _NOT_OFFERED.items():
-            if given.pop(key, None):  # 0, "" and {} have no effect
+            if body.pop(key, None):  # 0, "" and {} have no effect
                 raise ValueError(f"{key} is not supported: {instead}")
-        if given.pop("best_of", n := given.get("n", 1)) != n:
+        n = body.get("n", 1)
+        if body.pop("best_of", n) != n:
             raise ValueError("best_of is not supported: use n only")
-        return given
+        return body
 
     @field_validator("stop")
     @classmethod
@@ -117,11 +116,11 @@ class CompletionRequest(_Shared):
     """A request to continue prompts."""
 
     prompt: Annotated[list[str] | list[list[int]], WithJsonSchema(_PROMPT)] = Field([""])
-    """A text to continue, or its token ids, or a list of either; empty: a text from its beginning."""
+    """A text to continue, or its token ids, or a list of either; empty: from the beginning."""
     max_tokens: int = Field(16, ge=0)
     """Longest continuation; a text may end before. 0 with echo: only the prompt."""
     logprobs: int | None = Field(None, ge=0, le=20)
-    """Report each token's log-probability and this many of the most likely tokens in its place; null: neither."""
+    """Report log-probabilities: each token's and this many likeliest ones'; null: none."""
     echo: bool = False
     """Whether the answer begins with the prompt."""
 
@@ -129,12 +128,13 @@ class CompletionRequest(_Shared):
     @classmethod
     def _list_prompts(cls, prompt: Any) -> Any:
         prompts = [prompt] if isinstance(prompt, str) or _are_ids(prompt) else prompt
-        several = prompts if isinstance(prompts, list) and prompts else [None]
-        if not (all(isinstance(one, str) for one in several) or all(map(_are_ids, several))):
-            raise ValueError(
-                "give a text, a list of token ids, a list of texts or a list of lists of token ids"
-            )
-        return prompts
+        if isinstance(prompts, list) and prompts:
+            are_texts = all(isinstance(text, str) for text in prompts)
+            if are_texts or all(map(_are_ids, prompts)):
+                return prompts
+        raise ValueError(
+            "give a text, a list of token ids, a list of texts or a list of lists of token ids"
+        )
 
 
 class ChatRequest(_Shared):
@@ -159,13 +159,14 @@ class ChatRequest(_Shared):
         `most`, `max_len`: what max_tokens is by default, and the model's learned positions.
         """
         ids = tokenizer.encode_chat(self.messages, answer=True)
-        room = most if max_len is None else max(1, min(most, max_len - len(ids)))
-        shared = {key: getattr(self, key) for key in _Shared.model_fields}
+        if max_len is not None:
+            most = max(1, min(most, max_len - len(ids)))
+        wants_logprobs = self.logprobs or self.top_logprobs > 0
         return CompletionRequest(
-            **shared,
+            **{key: value for key, value in self if key in _Shared.model_fields},
             prompt=[ids],
-            max_tokens=self.max_completion_tokens or self.max_tokens or room,
-            logprobs=self.top_logprobs if self.logprobs or self.top_logprobs else None,
+            max_tokens=self.max_completion_tokens or self.max_tokens or most,
+            logprobs=self.top_logprobs if wants_logprobs else None,
         )
 
 
@@ -174,11 +175,9 @@ KEYS = {*CompletionRequest.model_fields, *ChatRequest.model_fields, *_NOT_OFFERE
 
 
 def _are_ids(prompt: Any) -> bool:
-    return (
-        isinstance(prompt, list)
-        and prompt != []
-        and all(type(token_id) is int for token_id in prompt)
-    )
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    return all(type(token_id) is int for token_id in prompt)
 
 
 def requests_of(
@@ -193,31 +192,37 @@ def requests_of(
     """
     if request.max_tokens > limits.max_tokens:
         raise UserError(
-            f"max_tokens={request.max_tokens} is too much: this server gives at most {limits.max_tokens}"
+            f"max_tokens={request.max_tokens} is too much: "
+            f"this server gives at most {limits.max_tokens}"
         )
     requests = []
     for prompt in request.prompt:
-        seed = secrets.randbelow(2**53) if request.seed is None else request.seed
         ids = tuple(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-        if wrong := [token_id for token_id in ids if not 0 <= token_id < tokenizer.n_vocab]:
-            raise UserError(
-                f"prompt has the token id {wrong[0]}: this model's are 0 to {tokenizer.n_vocab - 1}"
-            )
+        for token_id in ids:
+            if not 0 <= token_id < tokenizer.n_vocab:
+                raise UserError(
+                    f"prompt has the token id {token_id}: "
+                    f"this model's are 0 to {tokenizer.n_vocab - 1}"
+                )
         if len(ids) > limits.max_prompt_tokens:
             raise UserError(
                 f"{key} has {len(ids)} tokens: this server takes at most {limits.max_prompt_tokens}"
             )
-        begins = ids[:1] == (
-            tokenizer.eot_id,
-        )  # in training, every text follows the end of another
-        one = Request(
-            ids if begins else (tokenizer.eot_id, *ids),
-            request.max_tokens,
-            request,
-            stop=tuple(request.stop),
-            n_top=request.logprobs,
-            echo=request.echo,
-            prompt_start=0 if begins else 1,
-        )
-        requests += [replace(one, seed=seed + i) for i in range(request.n)]
+        prompt_start = 0
+        if ids[:1] != (tokenizer.eot_id,):  # in training, every text follows the end of another
+            ids = (tokenizer.eot_id, *ids)
+            prompt_start = 1
+        seed = secrets.randbelow(2**53) if request.seed is None else request.seed
+        for i in range(request.n):
+            text = Request(
+                ids,
+                request.max_tokens,
+                sampling=request,
+                seed=seed + i,
+                stop=tuple(request.stop),
+                n_top=request.logprobs,
+                echo=request.echo,
+                prompt_start=prompt_start,
+            )
+            requests.append(text)
     return requests

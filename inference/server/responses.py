@@ -1,4 +1,4 @@
-"""What clients receive, as OpenAI's objects: texts or answers of a chat, whole or in chunks, and errors."""
+"""What clients receive, as OpenAI's objects: completions, whole or in chunks, and errors."""
 
 import time
 import uuid
@@ -18,22 +18,28 @@ class ApiError(Exception):
     ) -> None:
         """`param`: the key of the request that is wrong."""
         super().__init__(message)
-        self.status, self.code, self.param = status, code, param
+        self.status = status
+        self.code = code
+        self.param = param
 
     @property
     def body(self) -> JsonDict:
         """The object to send."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        kind = "rate_limit_error" if self.status == 429 else kind
-        return {
-            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        }
+        kind = "invalid_request_error"
+        if self.status == 429:
+            kind = "rate_limit_error"
+        elif self.status >= 500:
+            kind = "server_error"
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
 
 class CompletionResponse:
     """The response to one request for completions, as one object or in chunks of a stream."""
 
-    _object, _object_of_chunk, _prefix = "text_completion", "text_completion", "cmpl"
+    _object = "text_completion"
+    _object_of_chunk = "text_completion"
+    _prefix = "cmpl"
 
     def __init__(
         self, model: str, generations: Sequence[Generation], tokenizer: Tokenizer, n: int
@@ -46,7 +52,9 @@ class CompletionResponse:
             "created": int(time.time()),
             "model": model,
         }
-        self.generations, self._tokenizer, self._n = generations, tokenizer, n
+        self.generations = generations
+        self._tokenizer = tokenizer
+        self._n = n
         self._begun: set[int] = set()  # choices of a chat that have a chunk
 
     def whole(self) -> JsonDict:
@@ -57,7 +65,7 @@ class CompletionResponse:
         return self._head | {"choices": choices, "usage": self._usage()}
 
     def chunk(self, index: int, update: Update) -> JsonDict:
-        """The new part of a choice."""
+        """What is new in a choice."""
         return self._head | {"choices": [self._choice(index, update)]}
 
     def usage(self) -> JsonDict:
@@ -65,17 +73,21 @@ class CompletionResponse:
         return self._head | {"object": self._object_of_chunk, "choices": [], "usage": self._usage()}
 
     def _usage(self) -> JsonDict:
-        """Return the token counts. A prompt counts once for any n, without the <|endoftext|> put before it."""
-        firsts = self.generations[:: self._n]
-        prompt = sum(len(one.request.ids) - one.request.prompt_start for one in firsts)
-        cached = sum(max(one.n_cached - one.request.prompt_start, 0) for one in firsts)
-        drawn = sum(len(one.drawn) for one in self.generations)
-        counts = {
-            "prompt_tokens": prompt,
-            "completion_tokens": drawn,
-            "total_tokens": prompt + drawn,
+        """Return the token counts.
+
+        A prompt counts once for any n, without the <|endoftext|> put before it.
+        """
+        n_prompt = n_cached = 0
+        for text in self.generations[:: self._n]:
+            n_prompt += len(text.request.ids) - text.request.prompt_start
+            n_cached += max(text.n_cached - text.request.prompt_start, 0)
+        n_drawn = sum(len(text.drawn) for text in self.generations)
+        return {
+            "prompt_tokens": n_prompt,
+            "completion_tokens": n_drawn,
+            "total_tokens": n_prompt + n_drawn,
+            "prompt_tokens_details": {"cached_tokens": n_cached},
         }
-        return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
 
     def _choice(self, index: int, new: Generation | Update) -> JsonDict:
         n_top = self.generations[index].request.n_top
@@ -116,10 +128,12 @@ class CompletionResponse:
 class ChatResponse(CompletionResponse):
     """The response to one request for the answer of a chat."""
 
-    _object, _object_of_chunk, _prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    _object = "chat.completion"
+    _object_of_chunk = "chat.completion.chunk"
+    _prefix = "chatcmpl"
 
     def chunk(self, index: int, update: Update) -> JsonDict:
-        """The new part of a choice; only its first chunk has the role."""
+        """What is new in a choice; only its first chunk has the role."""
         choice = self._choice(index, update)
         delta = choice.pop("message")
         if index in self._begun:
@@ -140,9 +154,8 @@ class ChatResponse(CompletionResponse):
 
         content = []
         for token in tokens:
-            likely = list(token.top.items())[
-                :n_top
-            ]  # in order; a token that is none of them comes after these
-            top = [entry(*pair) for pair in likely]
+            # In order. A token that is none of the likeliest comes after these.
+            likeliest = list(token.top.items())[:n_top]
+            top = [entry(token_id, logprob) for token_id, logprob in likeliest]
             content.append(entry(token.id, token.logprob) | {"top_logprobs": top})
         return {"content": content}

@@ -31,14 +31,14 @@ def serve(config: ServeConfig) -> None:
     """
     loaded = load(config)
     gpt = loaded.place(loaded.runtime.device, autocast=False)
-    tokenizer, cache = loaded.tokenizer, PromptCache(config.cache_states, config.cache_bytes)
+    tokenizer = loaded.tokenizer
     engine = Engine(
         gpt,
         tokenizer.n_vocab,
         config.max_streams,
         interleave=True,
         end_ids=tokenizer.end_ids,
-        cache=cache,
+        cache=PromptCache(config.cache_states, config.cache_bytes),
     )
     worker = Worker(engine, config.max_queue)
     name = loaded.checkpoint.run_dir.resolve().name
@@ -48,7 +48,8 @@ def serve(config: ServeConfig) -> None:
         host = f"[{config.host}]" if ":" in config.host else config.host
         url = f"http://{host}:{listener.getsockname()[1]}"
         say(f"{name} is served at {url} (the page) and {url}/v1 (OpenAI's API); Ctrl-C stops")
-        # h11, so that every machine uses the same parser; no log_config, because Hydra has configured logging
+        # h11, so that every machine uses the same parser; no log_config, because Hydra has
+        # configured logging
         settings = uvicorn.Config(
             app,
             log_config=None,
@@ -92,8 +93,12 @@ class _Server(uvicorn.Server):
         self._worker = worker
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop; a second signal stops at once. Unlike uvicorn, do not re-raise the signal: a stop is not a failure."""
-        self.should_exit, self.force_exit = True, self.should_exit
+        """Stop; a second signal stops at once.
+
+        Unlike uvicorn, do not re-raise the signal: a stop is not a failure.
+        """
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End all answers, then close the connections."""
@@ -113,18 +118,22 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]  # Python adds the address in brackets
         raise UserError(
-            f"host={host} port={port} cannot be used ({reason}): host must be an address of this machine; "
-            f"use another port, or port=0 for any free one"
+            f"host={host} port={port} cannot be used ({reason}): host must be an address of this "
+            "machine; use another port, or port=0 for any free one"
         ) from None
     if _names(host) is None:
         warn(
-            f"host={host}: everyone who can reach this machine can use the model, without a password"
+            f"host={host}: everyone who can reach this machine can use the model, "
+            "without a password"
         )
     return listener
 
 
 def _names(host: str) -> frozenset[str] | None:
-    """Host names that browsers on this machine may use; None if other machines can reach the server, by any name."""
+    """Host names that browsers on this machine may use; None: any.
+
+    Any if other machines can reach the server.
+    """
     try:
         is_local = ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -9,12 +9,16 @@ from inference.server.responses import ApiError
 
 
 class Worker(threading.Thread):
-    """Runs an engine's turns while it has texts. Call `start` first, and `stop` and `join` at the end."""
+    """Runs an engine's turns while it has texts.
+
+    Call `start` first, and `stop` and `join` at the end.
+    """
 
     def __init__(self, engine: Engine, max_queue: int) -> None:
         """`max_queue`: most texts that wait for a place in the engine."""
         super().__init__(name="engine", daemon=True)
-        self.engine, self.max_texts = engine, engine.max_streams + max_queue
+        self.engine = engine
+        self.max_texts = engine.max_streams + max_queue
         self._changed = threading.Condition()  # guards these three
         self._new: list[Generation] = []
         self._load = (0, 0)
@@ -37,10 +41,12 @@ class Worker(threading.Thread):
                 raise _stopping()
             n_open = sum(self.load)
             if n_open + len(generations) > self.max_texts:
-                message = (
-                    f"{n_open} texts are being written or waiting already: try again a little later"
+                raise ApiError(
+                    429,
+                    f"{n_open} texts are being written or waiting already: "
+                    "try again a little later",
+                    "queue_full",
                 )
-                raise ApiError(429, message, "queue_full")
             self._new += generations
             self._changed.notify()
 
@@ -54,12 +60,11 @@ class Worker(threading.Thread):
         """Hand new texts to the engine, and run one turn."""
         with self._changed:
             self.engine.submit(self._new)
-            self._load, self._new = self.load, []
+            self._load = self.load
+            self._new = []
         try:
             self.engine.turn()
-        except (
-            Exception
-        ) as error:  # not the fault of one text; without this, clients would wait forever
+        except Exception as error:  # of no text alone; clients would wait forever
             self.engine.fail(error)
         with self._changed:
             self._load = self.engine.n_admitted, len(self.engine.waiting)

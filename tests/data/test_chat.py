@@ -143,15 +143,10 @@ def drawn(seed):
 TWO = [USER, 1, ASSISTANT, 2, 3, END, USER, 4, ASSISTANT, 5, END, EOT, 6, 7, EOT, SYSTEM, 8, USER, 0, ASSISTANT, 1, END]
 
 
-def test_the_definition_counts_answers_and_their_end():
-    counted = [TWO[i + 1] for i, target in enumerate(targets_by_definition(TWO)) if target != IGNORED]
-    assert counted == [2, 3, END, 5, END, 1, END]
-
-
 @pytest.mark.parametrize("seq_len", [1, 2, 3, 7, 64])
 @pytest.mark.parametrize("ids", [TWO, [1, 2, *TWO], *map(drawn, range(5))])
 def test_windows_count_the_tokens_of_answers_wherever_they_begin(ids, seq_len, monkeypatch):
-    monkeypatch.setattr(data.chat, "_BLOCK", 4)
+    monkeypatch.setattr(data.chat, "_CHUNK", 4)
     stream, truth = Stream(ids), targets_by_definition(ids)
     if seq_len < len(ids):
         batches = TrainBatches(stream, seq_len, 3, seed=1)
@@ -162,7 +157,7 @@ def test_windows_count_the_tokens_of_answers_wherever_they_begin(ids, seq_len, m
     for stride in (None, 1, max(1, seq_len // 2)):
         windows, found = EvalBatches(stream, seq_len, stride=stride), {}
         for i, row in enumerate(windows.rows(0, len(windows))[1]):
-            places = windows.span(i)[0] + np.flatnonzero(row != IGNORED)
+            places = windows.bounds(i)[0] + np.flatnonzero(row != IGNORED)
             assert not found.keys() & {*places.tolist()}, "every target once"
             found |= dict(zip(places.tolist(), row[row != IGNORED].tolist(), strict=True))
         assert found == {i: target for i, target in enumerate(truth) if target != IGNORED}

@@ -77,17 +77,6 @@ def test_the_thread_ends_with_the_context_whatever_ends_it(taken, error):
         assert threads() == []
 
 
-def test_the_thread_ends_while_it_makes_an_item():
-    def slow():
-        for i in itertools.count():
-            time.sleep(0.05)
-            yield i
-
-    with Prefetch(slow()) as ahead:
-        next(ahead)
-    assert threads() == []
-
-
 def test_waiting_is_counted_and_the_time_between_is_not(monkeypatch):
     clock = itertools.accumulate([0, 3, 100, 4, 100, 5])
     monkeypatch.setattr("data.loader.time", SimpleNamespace(perf_counter=clock.__next__))

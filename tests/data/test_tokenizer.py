@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiktoken_ext.openai_public import r50k_pat_str
 
-import data.tokenizer
+import data.tokenizer_base
 from common.settings import UserError
-from data.tokenizer import BytesConfig, GPT2Config, build_tokenizer, load_tokenizer, pieces, save_tokenizer
+from data.tokenizer import EXACT_CUTS, BytesConfig, GPT2Config, build_tokenizer, load_tokenizer, save_tokenizer
+from data.tokenizer_base import text_chunks
 
 BYTES = build_tokenizer(BytesConfig(name="bytes"))
 SINGLE = [base64.b64encode(bytes([i])).decode() for i in range(256)]
@@ -140,12 +141,12 @@ def from_ranks(path):
 
 
 @pytest.fixture
-def piece_sizes(monkeypatch):
+def chunk_sizes(monkeypatch):
     """Sets the sizes that texts are cut at."""
 
     def set_(size, longest=10**9):
-        monkeypatch.setattr(data.tokenizer, "_PIECE", size)
-        monkeypatch.setattr(data.tokenizer, "_LONGEST_PIECE", longest)
+        monkeypatch.setattr(data.tokenizer_base, "_CHUNK", size)
+        monkeypatch.setattr(data.tokenizer_base, "_LONGEST_CHUNK", longest)
 
     return set_
 
@@ -163,32 +164,32 @@ def pairs_of(tmp_path_factory):
 
 @settings(deadline=None, max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=NASTY, size=st.one_of(st.integers(1, 6), st.just(1000)))
-def test_long_texts_give_the_ids_of_encode_ordinary(tmp_path_factory, piece_sizes, text, size):
+def test_long_texts_give_the_ids_of_encode_ordinary(tmp_path_factory, chunk_sizes, text, size):
     tokenizer = pairs_of(tmp_path_factory)
-    piece_sizes(size)
-    cut = list(pieces(text))
+    chunk_sizes(size)
+    cut = list(text_chunks(text, EXACT_CUTS))
     assert "".join(cut) == text
     assert tokenizer.encode(text) == encode_ordinary(tokenizer, text)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=NASTY)
-def test_a_text_that_is_cut_by_force_is_still_the_text(tmp_path_factory, piece_sizes, text):
+def test_a_text_that_is_cut_by_force_is_still_the_text(tmp_path_factory, chunk_sizes, text):
     tokenizer = pairs_of(tmp_path_factory)
-    piece_sizes(2, longest=4)
-    cut = list(pieces(text))
+    chunk_sizes(2, longest=4)
+    cut = list(text_chunks(text, EXACT_CUTS))
     assert all(len(piece) <= 4 for piece in cut)
     ids = tokenizer.encode(text)
     assert tokenizer.decode_bytes(ids) == text.encode()
     assert tokenizer.byte_lengths[ids].sum() == len(text.encode())
 
 
-def test_texts_are_cut(piece_sizes):
-    piece_sizes(3)
-    assert list(pieces("aaaa bbbb\n\ncccc")) == ["aaaa", " bbbb", "\n\ncccc"]
-    assert list(pieces("ab      c")) == ["ab     ", " c"]
-    assert list(pieces("abcdef123,,,")) == ["abcdef", "123", ",,,"]
-    assert list(pieces("\x1c\x1c\x1c\x1c")) == ["\x1c\x1c\x1c\x1c"]
+def test_texts_are_cut(chunk_sizes):
+    chunk_sizes(3)
+    assert list(text_chunks("aaaa bbbb\n\ncccc", EXACT_CUTS)) == ["aaaa", " bbbb", "\n\ncccc"]
+    assert list(text_chunks("ab      c", EXACT_CUTS)) == ["ab     ", " c"]
+    assert list(text_chunks("abcdef123,,,", EXACT_CUTS)) == ["abcdef", "123", ",,,"]
+    assert list(text_chunks("\x1c\x1c\x1c\x1c", EXACT_CUTS)) == ["\x1c\x1c\x1c\x1c"]
 
 
 MILLION = 10**6

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import data.tokenizer
-from common.settings import UserError, decode
-from data.prepare.dataset import PrepareConfig, prepare
+import data.tokenizer_base
+from common.settings import UserError
+from data.prepare.dataset import prepare
 from data.prepare.verify import verify
 from data.shards import read_manifest
-from data.tokenizer import END_OF_TEXT, HFConfig, build_tokenizer, byte_characters, load_tokenizer, save_tokenizer
+from data.tokenizer import HFConfig, build_tokenizer, load_tokenizer, save_tokenizer
+from data.tokenizer_base import END_OF_TEXT, byte_characters
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install -e '.[tokenizers]'")
 
@@ -95,15 +96,9 @@ def test_any_text_has_the_ids_of_the_library(raw, build, text):
 @settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=TEXTS)
 def test_long_texts_have_the_ids_of_the_library(raw, build, monkeypatch, words, text):
-    monkeypatch.setattr(data.tokenizer, "_PIECE", 2)
+    monkeypatch.setattr(data.tokenizer_base, "_CHUNK", 2)
     tokenizer = build(pre_tokenizer=words)
     assert tokenizer.encode(text) == ids_of(raw | {"pre_tokenizer": words}, text)
-
-
-def test_texts_are_cut(build, monkeypatch):
-    monkeypatch.setattr(data.tokenizer, "_PIECE", 2)
-    tokenizer = build()
-    assert len(list(tokenizer.encode_arrays("the return of the\nself"))) == 5
 
 
 def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_learned(dataset_dir, tmp_path, monkeypatch):
@@ -300,19 +295,3 @@ def test_without_the_library_it_is_named(config, monkeypatch, command, tmp_path)
             1,
             "error: tokenizers is not installed: pip install -e '.[tokenizers]'\n",
         )
-
-
-@pytest.mark.slow
-def test_a_vocabulary_of_4096_for_the_standard_library(tmp_path):
-    from data.prepare.vocabulary import learn
-
-    def prepared(folder, **tokenizer):
-        raw = {"data": {"name": "stdlib"}, "tokenizer": tokenizer, "out_dir": str(tmp_path / folder)}
-        return prepare(decode(PrepareConfig, raw)).splits["train"].total
-
-    in_bytes = prepared("bytes", name="bytes")
-    learn(tmp_path / "bytes", 4096, tmp_path / "tokenizer.json")
-    total = prepared("4096", name="hf", path=str(tmp_path / "tokenizer.json"))
-    assert (total.documents, total.utf8_bytes) == (in_bytes.documents, in_bytes.utf8_bytes)
-    assert total.tokens < in_bytes.tokens / 3
-    assert verify(tmp_path / "4096") == []

@@ -161,7 +161,7 @@ def test_a_stride_gives_every_token_the_window_before_it(trained, sets_dir, stri
 
 @pytest.mark.parametrize("attention", ["log_space", "softmax"])
 def test_long_contexts_are_those_of_one_call(trained, sets_dir, monkeypatch, attention):
-    monkeypatch.setattr("inference.evaluate._CHUNK_OF_CONTEXT", 37)  # windows are read in several chunks
+    monkeypatch.setattr("inference.evaluate._CONTEXT_CHUNK", 37)  # windows are read in several chunks
     run_dir = trained({"model.attention": {"name": attention}})
     tokens = all_tokens(sets_dir)
     longest = len(tokens) - 1

@@ -345,8 +345,8 @@ def test_stop_strings_are_read_as_people_give_them(given, stop):
         ({"stop": "[a, b]"}, "give a text, or a JSON list"),
         ({"stop": ""}, "1 or more characters"),
         ({"prompt": "a", "prompts_file": "b"}, "prompt and prompts_file are both given"),
-        ({"interactive": True, "num_samples": 2}, "num_samples=2 cannot be used with interactive=true"),
-        ({"interactive": True, "prompt": "-"}, "prompt=- cannot be used with interactive=true"),
+        ({"interactive": True, "prompts_file": "a"}, "begins with one prompt"),
+        ({"interactive": True, "prompt": "-"}, "begins with one prompt"),
     ],
 )
 def test_what_does_not_go_is_refused(changes, message):

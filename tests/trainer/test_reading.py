@@ -45,7 +45,7 @@ def test_a_run_reads_its_mixture(tiny, sets_dir):
     text = torch.cat([token_ids for token_ids, _ in run.share(0)])
     most = np.array([np.bincount(row, minlength=257)[[97, 98, 99]].argmax() for row in text.numpy()])
     assert run.batches.mixture is not None
-    parts = run.batches.mixture.parts
+    parts = run.batches.mixture.quotas
     of_set = dict(zip(run.batches.mixture.names, parts / parts.sum(), strict=True))
     for number, name in enumerate(["many", "few", "none"]):
         assert abs((most == number).sum() - 200 * of_set[name]) < 1

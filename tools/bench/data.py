@@ -70,7 +70,7 @@ def encode_alone(config: PrepareConfig) -> tuple[float, int]:
     n_bytes, seconds = 0, 0.0
     for raw in config.data.documents():
         with contextlib.suppress(Unreadable):
-            text = config.data.parse(raw).text
+            text = config.data.parse(raw).content
             if not isinstance(text, str):
                 raise UserError(
                     f"data={config.data.name} has ids, and this times tokenizers: give a source of texts"

@@ -10,7 +10,8 @@ from common.console import warn
 from common.files import read_json
 from common.settings import JsonDict, Settings, UserError, decode
 from data.chat import MARKERS, ChatTokenizer
-from data.tokenizer import END_OF_TEXT, LARGEST_FILE, RankTokenizer, Tokenizer, byte_characters
+from data.tokenizer import RankTokenizer
+from data.tokenizer_base import END_OF_TEXT, LARGEST_FILE, Tokenizer, byte_characters
 
 _HERE = Path(__file__).parent
 _FILES = ("tokenizer.json", "tokenizer_config.json")

@@ -12,19 +12,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiktoken
 import zstandard
-from tiktoken_ext.openai_public import r50k_pat_str
 
 import data.prepare.encode
 from common.settings import UserError
 from data.prepare.encode import Encoded, Skipped, encode_all
 from data.prepare.items import Position
 from data.prepare.sources import FileSource, JsonlSource
-from data.tokenizer import BytesConfig, GPT2Config, build_tokenizer, save_tokenizer
+from data.tokenizer import BytesConfig, build_tokenizer, save_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
-CORPORA = ROOT.parent / "shared" / "corpora"
 
 BAD_LINES = {
     b'{"text": "cut': "malformed JSON",
@@ -216,17 +213,3 @@ def alive(pid):
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
         return False
-
-
-@pytest.mark.skipif(not (CORPORA / "pile_sample.jsonl.zst").is_file(), reason="no sample of the Pile here")
-def test_documents_of_the_pile_have_the_ids_of_encode_ordinary(gpt2_ranks, tmp_path):
-    tokenizer = build_tokenizer(GPT2Config(name="gpt2", path=gpt2_ranks))
-    ranks = {token: rank for rank, token in enumerate(tokenizer.ranks)}
-    of_tiktoken = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={})
-    save_tokenizer(tokenizer, tmp_path / "tokenizer.json")
-    source = jsonl(CORPORA / "pile_sample.jsonl.zst")
-    texts = (source.parse(raw).text for raw in source.documents())
-    batches = encode_all(source, source.documents(), tmp_path / "tokenizer.json", 1)
-    for _ in range(5):
-        for item in items_of([next(batches)]):
-            assert item.ids == [*of_tiktoken.encode_ordinary(next(texts)), tokenizer.eot_id]

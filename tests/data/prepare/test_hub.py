@@ -6,7 +6,6 @@ import shutil
 
 import pyarrow
 import pytest
-from forged import edit
 from pyarrow import parquet
 
 from cli import compose, to_dict
@@ -37,7 +36,7 @@ def source(folder, **settings):
 
 
 def texts(source, after=None):
-    return [source.parse(raw).text for raw in source.documents(after=after)]
+    return [source.parse(raw).content for raw in source.documents(after=after)]
 
 
 def test_a_folder_is_read_in_order(folder):
@@ -132,11 +131,3 @@ def test_a_column_that_is_not_there_is_named(config, folder):
         UserError, match=r"data\.text_field=text is missing in 12 of the first 12 documents .*:1 with 'body', 'id'\)"
     ):
         prepare(config(data={"name": "hf", "path": str(folder)}))
-
-
-def test_datasets_from_before_there_were_subsets_are_known(config, folder, tmp_path):
-    books = {"name": "pile", "path": "parquet", "data_files": str(folder / "books.parquet"), "text_field": "body"}
-    before = prepare(config(data=books, val_tokens=1, val_fraction=None))
-    for key in ("subset", "split"):
-        edit(tmp_path / "out" / "manifest.json", lambda raw, key=key: raw["prepared"]["data"].pop(key))
-    assert prepare(config(data=books, val_tokens=1, val_fraction=None)).splits == before.splits

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pyarrow
@@ -30,11 +29,10 @@ from data.prepare.verify import verify
 from data.shards import read_manifest
 
 ROOT = Path(__file__).resolve().parents[3]
-KILLS = 4
 DRIVER = """
 import runpy, sys
 import data.prepare.spans, data.prepare.encode
-data.prepare.spans._GROUP_BYTES = 500_000
+data.prepare.spans._SECTION_BYTES = 500_000
 data.prepare.encode._BATCH_CHARACTERS = 20_000
 sys.argv[0] = "scripts/prepare_data.py"
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -52,7 +50,7 @@ os.rename = interrupting  # of the first span
 
 @pytest.fixture
 def large(tmp_path):
-    """40,000 short documents in three files, which are two groups, some unreadable."""
+    """40,000 short documents in three files, which are two sections, some unreadable."""
     rng = random.Random(0)
     texts = [f"{i} " + "word " * rng.randrange(40) for i in range(40_000)]
     lines = [json.dumps({"text": text, "meta": {"pile_set_name": f"set {i % 5}"}}) for i, text in enumerate(texts)]
@@ -82,41 +80,8 @@ def finish(process):
     return printed
 
 
-@pytest.mark.slow
-def test_killed_at_random_moments_the_bytes_are_the_same(large, memory):
-    """The whole tree of processes is killed, of one worker or two; some kills hit the start, most hit the writing."""
-    finish(start(large, memory / "undisturbed", 2))
-    expected = contents(memory / "undisturbed")
-    assert len(expected) > 20
-    rng, out = random.Random(0), memory / "out"
-    kills = places = 0
-    while kills < KILLS:
-        if out.exists():
-            assert contents(out) == expected
-            shutil.rmtree(out)
-        process = start(large, out, rng.choice([1, 2]))
-        if rng.random() < 0.9:
-            wait_for_a_span(process, out)
-        time.sleep(rng.uniform(0, 0.4))
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            kills += 1
-            places += n_spans(out) > 0
-        process.communicate()
-    finish(start(large, out, 2))
-    assert contents(out) == expected
-    assert not (memory / "out.partial").exists()
-    assert places > KILLS / 2, "most kills leave something to go on from"
-
-
 def n_spans(out):
     return len(list(out.with_name("out.partial").glob("span-?????-?????")))
-
-
-def wait_for_a_span(process, out):
-    before = n_spans(out)
-    while process.poll() is None and n_spans(out) == before:
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -133,7 +98,7 @@ def expected(config, tmp_path):
 
 
 def run_until_call(config, n):
-    """Prepare in a process that is killed before its n-th fsync or rename; False if it finished before."""
+    """Prepare in a process that is killed at its n-th call that changes the disk; False if it finished before."""
     child = os.fork()
     if child == 0:
         calls = iter(range(n))
@@ -159,7 +124,7 @@ def run_until_call(config, n):
 
 @pytest.mark.usefixtures("saves_often")
 @pytest.mark.slow
-def test_killed_at_every_fsync_and_rename(config, expected, memory, monkeypatch):
+def test_killed_at_every_rename_and_every_fsync(config, expected, memory, monkeypatch):
     monkeypatch.setattr(data.prepare.encode, "_BATCH_CHARACTERS", 4000)
     settings = config(shard_tokens=1000, out_dir=str(memory / "out"))
     n = 0
@@ -168,7 +133,7 @@ def test_killed_at_every_fsync_and_rename(config, expected, memory, monkeypatch)
         assert contents(memory / "out") == expected, f"killed before call {n}"
         shutil.rmtree(memory / "out")
         n += 1
-    assert n > 20
+    assert n > 50
 
 
 BROKEN = OSError(errno.EIO, "broken")
@@ -244,19 +209,21 @@ def test_restarts_of_something_else_are_refused(config, corpus, tmp_path, monkey
     usual = {"data": {"name": "jsonl", "path": str(tmp_path / "*.jsonl")}, "shard_tokens": 1000}
 
     def refused(message, **changes):
-        with pytest.raises(UserError, match=rf"was started {message}: use the same again, or delete it to start over"):
+        with pytest.raises(
+            UserError, match=rf"was started with {message}: use the same again, or delete it to start over"
+        ):
             prepare(config(**usual | changes))
 
     stop_in_the_middle(config(**usual), monkeypatch)
     before, content = bytes_below(tmp_path / "out.partial"), corpus.read_bytes()
-    refused(r"with val_fraction=0\.1 \(now 0\.3\)", val_fraction=0.3)
-    refused(r"with shard_tokens=1000 \(now 2000\)", shard_tokens=2000)
+    refused(r"val_fraction=0\.1 \(now 0\.3\)", val_fraction=0.3)
+    refused(r"shard_tokens=1000 \(now 2000\)", shard_tokens=2000)
     other = {"name": "gpt2", "path": str(rank_file)}
-    refused(r"with .*sha256 of the tokenizer's ranks='\w+' \(now '\w+'\).*", tokenizer=other)
+    refused(r".*sha256 of the tokenizer's ranks='\w+' \(now '\w+'\).*", tokenizer=other)
     corpus.write_bytes(content + b"{}\n")
-    refused(r"before 1 input file changed, such as .*corpus\.jsonl")
+    refused(r"input\..*corpus\.jsonl=\d+ \(now \d+\)")
     corpus.rename(tmp_path / "another.jsonl")
-    refused(r"before 2 input files changed, such as .*another\.jsonl")
+    refused(r"input\..*another\.jsonl=None \(now \d+\), input\..*corpus\.jsonl=\d+ \(now None\)")
     (tmp_path / "another.jsonl").rename(corpus)
     corpus.write_bytes(content)
     assert bytes_below(tmp_path / "out.partial") == before
@@ -363,28 +330,6 @@ def test_two_processes_do_not_write_the_same_dataset(config, tmp_path):
         prepare(config())
     os.close(handle)
     prepare(config())
-
-
-@pytest.mark.usefixtures("saves_often")
-def test_a_full_disk_is_one_line_and_the_same_command_goes_on(config, expected, tmp_path, capsys):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", str(disk)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("this user may not mount a small disk")
-    try:
-        settings = config(out_dir=str(disk / "out"), shard_tokens=1000)
-        for _ in range(2):
-            with pytest.raises(UserError, match=r"out\.partial cannot be written \(.*\): free .* repeat the command"):
-                prepare(settings)
-            assert n_spans(disk / "out") > 0
-        subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
-        capsys.readouterr()
-        prepare(settings)
-        assert "continuing " in capsys.readouterr().out
-        assert contents(disk / "out") == expected
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 @pytest.mark.usefixtures("saves_often")

@@ -5,9 +5,7 @@ import hashlib
 import json
 import os
 import random
-import shutil
 import socket
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +15,6 @@ from test_prepare import contents, texts
 import data.prepare.dataset
 import data.prepare.spans
 from common.settings import UserError, decode
-from data.documents import documents_in, sets_between
 from data.loader import TrainBatches
 from data.prepare.dataset import prepare
 from data.prepare.verify import verify
@@ -26,8 +23,8 @@ from data.shards import TokenStream, read_manifest
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """Eight files in seven groups: 400 documents of four sets, some unreadable; an empty file, one of blank lines."""
-    monkeypatch.setattr(data.prepare.spans, "_GROUP_BYTES", 1)
+    """Eight files in seven sections: 400 documents of four sets, some unreadable; an empty file, one of blank lines."""
+    monkeypatch.setattr(data.prepare.spans, "_SECTION_BYTES", 1)
     rng = random.Random(0)
     lines = [
         json.dumps({"text": f"{i} " + "word " * rng.randrange(9), "meta": {"pile_set_name": rng.choice("ABCD")}})
@@ -74,14 +71,10 @@ def test_sets_get_their_numbers_in_the_order_of_the_whole_input(make, tmp_path):
     assert len(maps) > 3, "spans met the sets in different orders"
     assert sorted(manifest.set_names) == list("ABCD")
     assert manifest.fingerprint == make("again").fingerprint
-
-
-def test_the_maps_of_sets_are_in_the_fingerprint(make, tmp_path):
-    manifest = make("out")
     raw = manifest.model_dump()
     shard = raw["splits"]["train"]["shards"][0]
     shard["sets"] = [*shard["sets"][1:], shard["sets"][0]]
-    assert decode(type(manifest), raw).fingerprint != manifest.fingerprint
+    assert decode(type(manifest), raw).fingerprint != manifest.fingerprint, "the maps are in it"
 
 
 @pytest.mark.parametrize("val_tokens", [1, 200, 800])
@@ -103,20 +96,8 @@ def test_val_tokens_beyond_the_first_group_are_refused(make, tmp_path, monkeypat
     with pytest.raises(UserError, match=refused):
         make("out", **settings, num_tasks=3, task_index=0)
     assert before < {*(tmp_path / "out.partial").glob("span-*/*.bin")}, "what other tasks have written stays"
-    monkeypatch.setattr(data.prepare.spans, "_GROUP_BYTES", 10**6)
+    monkeypatch.setattr(data.prepare.spans, "_SECTION_BYTES", 10**6)
     assert make("whole", **settings).splits["val"].total.tokens >= 5000
-
-
-def test_what_killed_processes_were_writing_is_removed(make, tmp_path):
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    names = [f"span-00000-00000.{socket.gethostname()}-{pid}.tmp" for pid in (dead.pid, os.getppid())]
-    for name in names:
-        (tmp_path / "out.partial" / name).mkdir(parents=True)
-    (tmp_path / "out.partial" / "plan.json").write_text("{}")
-    with pytest.raises(UserError, match=r"out\.partial is damaged"):
-        make("out", num_tasks=2, task_index=1)
-    assert [(tmp_path / "out.partial" / name).exists() for name in names] == [False, True]
 
 
 def test_spans_of_another_task_are_not_written_again(make, tmp_path, monkeypatch):
@@ -137,18 +118,6 @@ def test_spans_of_another_task_are_not_written_again(make, tmp_path, monkeypatch
     make("out")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert set(before.values()) <= {path.stat().st_ino for path in (tmp_path / "out").iterdir()}
-
-
-def test_a_task_that_sees_all_spans_when_another_has_finished_is_done_too(make, tmp_path, monkeypatch):
-    finish, seen = data.prepare.dataset.finish, []
-
-    def twice(*args):
-        seen.extend([finish(*args), finish(*args)])
-        return seen[-1]
-
-    monkeypatch.setattr(data.prepare.dataset, "finish", twice)
-    assert make("out") == seen[0] == seen[1]
-    assert not (tmp_path / "out.partial").exists()
 
 
 def without_locks(*_):
@@ -183,7 +152,7 @@ def test_without_locks_two_tasks_with_one_index_write_equal_bytes(make, tmp_path
     [
         ({"num_tasks": 3, "task_index": 3}, "task_index=3 is out of range: give one from 0 to 2"),
         ({"task_index": 1}, "task_index=1 is out of range: give one from 0 to 0"),
-        ({"num_tasks": 8}, "num_tasks=8 is more than the groups of 1 GiB .*: use at most num_tasks=7"),
+        ({"num_tasks": 8}, "num_tasks=8 is more than the sections of 1 GiB .*: use at most num_tasks=7"),
         ({"num_tasks": 2, "data": {"name": "pile", "path": "x"}}, "num_tasks=2 is more than .*at most num_tasks=1"),
         ({"num_tasks": 0}, "num_tasks=0"),
         ({"task_index": -1}, "task_index=-1"),
@@ -206,25 +175,17 @@ def test_no_task_has_anything(make, tmp_path):
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_one_document_behind_a_group_without_any_is_not_cut(make, tmp_path):
-    for path in sorted(tmp_path.glob("*.jsonl")):
-        path.write_text("{\n")
-    path.write_text(json.dumps({"text": "word " * 10_000}) + "\n")
-    with pytest.raises(UserError, match=r"none of 1 documents went to '\w+' with val_fraction=0\.2: give a"):
-        make("out", shard_tokens=10**6)
-
-
-def test_groups_are_closed_by_the_file_that_fills_them(make, monkeypatch):
+def test_sections_are_closed_by_the_file_that_fills_them(make, monkeypatch):
     plan = data.prepare.spans.Plan.model_construct(
         prepared={"input": dict(zip("abcdef", (3, 5, 9, 1, 7, 2), strict=True))}
     )
-    monkeypatch.setattr(data.prepare.spans, "_GROUP_BYTES", 8)
-    assert plan.groups() == [["a", "b"], ["c"], ["d", "e"], ["f"]]
-    monkeypatch.setattr(data.prepare.spans, "_GROUP_BYTES", 2**30)
-    assert plan.groups() == [list("abcdef")]
+    monkeypatch.setattr(data.prepare.spans, "_SECTION_BYTES", 8)
+    assert plan.sections() == [["a", "b"], ["c"], ["d", "e"], ["f"]]
+    monkeypatch.setattr(data.prepare.spans, "_SECTION_BYTES", 2**30)
+    assert plan.sections() == [list("abcdef")]
 
 
-def test_two_thousand_tiny_files_are_one_group(config, tmp_path):
+def test_two_thousand_tiny_files_are_one_section(config, tmp_path):
     (tmp_path / "notes").mkdir()
     for i in range(2000):
         (tmp_path / "notes" / f"{i:04}.txt").write_text(f"Note {i}.")
@@ -266,15 +227,9 @@ def digests(folder):
     return {split: hashlib.sha256(joined(folder, split).tobytes()).hexdigest() for split in ("train", "val")}
 
 
-@pytest.fixture(scope="module")
-def recorded():
-    """What the program that wrote parts and joined them made of the same files (commit 4260821)."""
-    return json.loads((GOLDEN / "recorded.json").read_text())
-
-
 @pytest.fixture
 def golden(config, monkeypatch):
-    """Prepares the golden files, as they were prepared then."""
+    """Prepares the golden files, as they were prepared when their digests were recorded."""
     monkeypatch.chdir(GOLDEN)
 
     def prepare_into(folder, **changes):
@@ -285,42 +240,16 @@ def golden(config, monkeypatch):
     return prepare_into
 
 
-def test_the_joined_streams_are_those_of_before(golden, recorded, tmp_path):
-    out = golden(tmp_path / "out")
-    assert digests(out) == digests(GOLDEN / "v2") == recorded["streams"]
-    assert digests(golden(tmp_path / "val", val_fraction=None, val_tokens=700)) == recorded["val_tokens=700"]
-    now, then = ((folder, read_manifest(folder)) for folder in (out, GOLDEN / "v2"))
-    assert now[1].set_names == then[1].set_names
-    for split, n_tokens in (("train", 1398), ("val", 192)):
-        assert now[1].splits[split].sets == then[1].splits[split].sets
-        assert list(documents_in(*now, split, 0, n_tokens)) == list(documents_in(*then, split, 0, n_tokens))
-        assert sets_between(*now, split, 3, 170).tolist() == sets_between(*then, split, 3, 170).tolist()
-
-
-def test_few_documents_are_cut_into_the_pieces_of_before(golden, recorded, tmp_path):
-    path = tmp_path / "one.jsonl"
-    long = "".join(f"Line {i} of a text.\n" for i in range(100))
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in (long, "short")))
-    out = golden(tmp_path / "out", data={"name": "jsonl", "path": str(path)}, val_fraction=0.05, shard_tokens=10_000)
-    assert digests(out) == recorded["two documents in pieces"]
-
-
-def test_a_dataset_of_before_is_read_as_before_and_need_not_be_prepared_again(golden, recorded, tmp_path, capsys):
-    assert read_manifest(GOLDEN / "v2").fingerprint == recorded["fingerprint"]
-    assert verify(GOLDEN / "v2") == []
-    out = golden(Path(shutil.copytree(GOLDEN / "v2", tmp_path / "out")))
-    assert "already prepared" in " ".join(capsys.readouterr().out.split())
-    assert contents(out) == contents(GOLDEN / "v2")
-
-
-@pytest.mark.parametrize("of", ["then", "now"])
-def test_batches_are_those_of_before(golden, recorded, tmp_path, of):
+def test_the_bytes_of_a_dataset_and_of_its_batches_are_those_recorded(golden, tmp_path):
     """So a run goes on with the same text."""
-    folder = GOLDEN / "v2" if of == "then" else golden(tmp_path / "out")
-    manifest = read_manifest(folder)
+    recorded = json.loads((GOLDEN / "recorded.json").read_text())
+    out = golden(tmp_path / "out")
+    manifest = read_manifest(out)
+    assert (digests(out), manifest.fingerprint) == (recorded["streams"], recorded["fingerprint"])
+    assert digests(golden(tmp_path / "val", val_fraction=None, val_tokens=700)) == recorded["val_tokens=700"]
     for name, weights in (("as it is", None), ("mixed", {"Web": 2, "Code": 0.5, "Books": 0})):
-        batches = TrainBatches(TokenStream(folder, manifest, "train"), 16, 4, seed=3)
+        batches = TrainBatches(TokenStream(out, manifest, "train"), 16, 4, seed=3)
         if weights:
-            batches.mix(folder, manifest, weights)
+            batches.mix(out, manifest, weights)
         content = b"".join(np.stack(batches.batch(step)).tobytes() for step in range(40))
         assert hashlib.sha256(content).hexdigest() == recorded["batches"][name]
