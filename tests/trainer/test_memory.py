@@ -13,8 +13,7 @@ from model.gpt import GPT, GPTConfig
 from model.ops import linear_cross_entropy
 from model.ops.log_attention import chunks
 from model.state import state_bytes
-from trainer.distributed import World
-from trainer.long import states_before
+from trainer.long_sequences import states_before
 from trainer.memory import step_memory
 from trainer.optim import AdamWConfig
 from trainer.runtime import Runtime
@@ -137,7 +136,7 @@ STATES = {
 def test_states_between_pieces_are_counted(changes, dtype):
     gpt, ids = GPT(config_of(**changes)), torch.randint(1000, (B, T))
     cut = Runtime(torch.device("cpu"), dtype, 128)
-    before = states_before(SummedLoss(gpt), ids.split(128, dim=1), cut, World(cut.device))
+    before = states_before(SummedLoss(gpt), ids.split(128, dim=1), cut)
     # A longer sequence has more pieces, and nothing else.
     four = step_memory(gpt, B, 2 * T, cut).peak - step_memory(gpt, B, T, cut).peak
     found = state_bytes(before[-1])

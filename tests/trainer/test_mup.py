@@ -9,8 +9,8 @@ from torch.func import functional_call
 
 from common.settings import UserError, decode
 from model.gpt import GPT, GPTConfig
+from trainer.mup import scale_weights
 from trainer.optim import AdamWConfig, MuonConfig, block_matrices, orthogonal
-from trainer.transfer import scale_weights
 
 BASE = {"n_embd": 32, "n_layer": 2}
 OPTIMS = {"adamw": AdamWConfig, "muon": MuonConfig}
