@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -48,10 +48,8 @@ _LOST_BY_NCCL = (
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 """torch's own."""
-_KEEP_STORE = timedelta(seconds=5)
+_KEEP_STORE_SECONDS = 5.0
 """How long a process that hosts the store stays for the others, at most."""
-_ANSWER_SECONDS = 2.0
-"""How long the store has to answer a process that has lost another one."""
 _LATE_SECONDS = 30.0
 """How long a process waits for the others at the start before it says so."""
 
@@ -286,13 +284,12 @@ def join_world(device: torch.device, timeout: timedelta = _DEFAULT_TIMEOUT) -> I
         _forget_frames(error)
         if not _is_lost_peer(error):
             if store is not None and not stops_on_request:
-                with contextlib.suppress(RuntimeError):  # the store may have ended
-                    store.set("failed", str(rank))
+                _ask(partial(store.set, "failed", str(rank)))
             raise
-        failed = None if store is None else _failed_rank(store)
-        if failed is not None:
-            said = f"process {failed} ended with an error, see its message"
-            print_error(f"process {rank} stops: {said}")
+        if store is not None and _ask(partial(store.check, ["failed"])):
+            failed = int(store.get("failed"))
+            why = f"process {failed} ended with an error, see its message"
+            print_error(f"process {rank} stops: {why}")
             raise SystemExit(1) from None
         # Without torch's file names and advice.
         reason = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
@@ -313,11 +310,10 @@ def join_world(device: torch.device, timeout: timedelta = _DEFAULT_TIMEOUT) -> I
             else:
                 dist.destroy_process_group()
         if store is not None:
-            with contextlib.suppress(RuntimeError):  # the store may have ended
-                store.set(f"done/{rank}", "")
-                if hosts_store:
-                    everyone = [f"done/{other_rank}" for other_rank in range(size)]
-                    store.wait(everyone, _KEEP_STORE)
+            _ask(partial(store.set, f"done/{rank}", ""))
+            if hosts_store:
+                everyone = [f"done/{other_rank}" for other_rank in range(size)]
+                _ask(partial(store.wait, everyone), _KEEP_STORE_SECONDS)
 
 
 def _exchange_in(store: dist.Store, rank: int, size: int, value: Any) -> list[Any]:
@@ -338,19 +334,18 @@ def _refuse_differences(values: list[JsonDict]) -> None:
             raise UserError(f"process {rank} differs from process 0 in {listed}: {remedy}")
 
 
-def _failed_rank(store: dist.Store) -> int | None:
-    """The process that has ended with an error of its own; None: none has, or nobody answers."""
-    answers: list[int] = []
+def _ask(request: Callable[[], Any], seconds: float = 2.0) -> Any:
+    """The store's answer to a request; None: it has ended with its process, or does not answer."""
+    answers = []
 
-    def ask() -> None:
-        with contextlib.suppress(RuntimeError):  # the store may have ended
-            if store.check(["failed"]):
-                answers.append(int(store.get("failed")))
+    def wait_for_answer() -> None:
+        with contextlib.suppress(RuntimeError):
+            answers.append(request())
 
-    # In a thread, because a process that hosts the store and is suspended never answers.
-    thread = threading.Thread(target=ask, daemon=True)
+    # In a thread, because the store of a process that is suspended never answers.
+    thread = threading.Thread(target=wait_for_answer, daemon=True)
     thread.start()
-    thread.join(_ANSWER_SECONDS)
+    thread.join(seconds)
     return answers[0] if answers else None
 
 

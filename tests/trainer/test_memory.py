@@ -204,33 +204,6 @@ def test_the_peak_falls_as_predicted(recompute):
     assert allocated < 0.8 * plain
 
 
-CHILD = """
-import os, sys
-import torch
-from trainer.optim import AdamWConfig
-from tests.trainer.test_memory import GPT, config_of, loss_of, runtime, step_memory
-torch.set_num_threads(1)
-def resident(which):
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(which)) * 1024
-loss_of(GPT(config_of(*sys.argv[1:])), torch.float32, 1).backward()  # what libraries take for themselves
-before = resident("VmRSS")
-gpt = GPT(config_of(*sys.argv[1:], n_layer=4, n_embd=128))
-optimizer = AdamWConfig(name="adamw").build(gpt)
-for _ in range(2):
-    loss_of(gpt, torch.float32, 4).backward()
-optimizer.step()
-print(step_memory(gpt, 4, 512, runtime(torch.float32)).peak / (resident("VmHWM") - before))
-"""
-
-
-@pytest.mark.parametrize("model", [("log_space", "glu"), ("softmax", "mlp")], ids="-".join)
-@pytest.mark.slow
-def test_the_peak_is_what_a_process_takes(model, run_process, monkeypatch):
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**20))  # what is freed goes back to the system
-    (child,) = run_process(["-c", CHILD, *model])
-    assert float(child.out.split()[-1]) == pytest.approx(1, rel=0.15)
-
-
 def test_processes_share_or_send():
     gpt = on_meta(config_of(n_layer=6))
     cuda = runtime(torch.bfloat16, "cuda")
