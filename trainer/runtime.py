@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field
 from torch import nn
 
 from common.console import count, say_once
@@ -37,14 +37,6 @@ class DeviceConfig(Settings, defaults="device"):
     deterministic: Literal["auto"] | bool
     """Whether operations give the same bits in every run, as far as torch can; auto: on CPUs. It is
     slower on GPUs, where it also turns off padding and autotuning in compiled code."""
-
-    @field_validator("device", mode="before")
-    @classmethod
-    def _supported(cls, device: object) -> object:
-        if device == "mps":
-            what = "Apple's GPUs have no float64, which sums of forget gates need"
-            raise ValueError(f"{what}: use cpu")
-        return device
 
 
 class RuntimeConfig(DeviceConfig, defaults="runtime/auto"):

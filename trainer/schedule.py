@@ -56,10 +56,10 @@ class OneCycle(_Schedule, defaults="schedule/one_cycle"):
 
     def factor(self, step: int, max_steps: int) -> float:
         shape = _cosine if self.anneal == "cos" else _linear
-        peak, last = self.warmup(max_steps) - 1, max_steps - 1
+        peak = self.warmup(max_steps) - 1
         if step < peak:
             return shape(self.start, 1.0, step / peak)
-        return shape(1.0, self.end, _progress(step, peak, last))
+        return shape(1.0, self.end, _progress(step, peak, max_steps - 1))
 
 
 class Cosine(_Schedule, defaults="schedule/cosine"):
