@@ -1,1 +1,1 @@
-"""Training: its configuration, the loop, optimizers and schedules, checkpoints, processes, metrics."""
+"""Training: its configuration, the loop, optimizers, schedules, checkpoints, processes, metrics."""

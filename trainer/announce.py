@@ -1,4 +1,4 @@
-"""What a run prints before its first step, and while it trains: a line per interval, and on a terminal a bar below."""
+"""What a run prints before its first step and while it trains: lines, and a bar on a terminal."""
 
 from collections import Counter
 from statistics import harmonic_mean, mean
@@ -7,13 +7,13 @@ from common.console import Track, count, say, warn
 from common.settings import JsonDict
 from data.mixture import epochs
 from model.attention import AttentionConfig
+from trainer.mup import ratios
 from trainer.runtime import is_compiled
 from trainer.start import Run
-from trainer.transfer import ratios
 
 
 def announce(run: Run, last: tuple[int, float] | None) -> None:
-    """Print what will be trained, and warn if the learning rate does not go on as it was, as with another max_steps.
+    """Print what will be trained, and warn if the learning rate jumps, as with another max_steps.
 
     Args:
         last: the last step of a run that goes on, and its learning rate.
@@ -21,21 +21,23 @@ def announce(run: Run, last: tuple[int, float] | None) -> None:
     say("\n".join(start_lines(run)))
     if last is None:
         return
-    config, schedule, (step, before) = run.config, run.config.schedule, last
-    again, now = (
-        config.optim.max_lr * schedule.factor(n, config.max_steps)
-        for n in (step - 1, run.state.step)
-    )
-    if min(abs(before - again), abs(before - now)) > 1e-6 * before:
-        rates = f"the learning rate goes from {before:.3g} (step {step}) to {now:.3g} (step {run.state.step + 1})"
-        jumps = (
-            now - before > 0.1 * config.optim.max_lr and schedule.longer
-        )  # such a rise costs loss
-        warn(f"{rates}; for a longer run without this jump: {schedule.longer}" if jumps else rates)
+    config = run.config
+    schedule = config.schedule
+    max_lr = config.optim.max_lr
+    step, before = last
+    repeated = max_lr * schedule.factor(step - 1, config.max_steps)
+    now = max_lr * schedule.factor(run.state.step, config.max_steps)
+    if min(abs(before - repeated), abs(before - now)) <= 1e-6 * before:
+        return
+    what = f"the learning rate goes from {before:.3g} (step {step}) to {now:.3g}"
+    what += f" (step {run.state.step + 1})"
+    if schedule.longer and now - before > 0.1 * max_lr:  # such a rise costs loss
+        what += f"; for a longer run without this jump: {schedule.longer}"
+    warn(what)
 
 
 def start_lines(run: Run) -> list[str]:
-    """What is trained on what, for how long, where, and what is kept, in words that need no settings' names."""
+    """What is trained on what, for how long, where, and what is kept, without settings' names."""
     return [
         f"model     {_model(run)}",
         f"data      {_data(run)}",
@@ -48,11 +50,12 @@ def start_lines(run: Run) -> list[str]:
 
 def _model(run: Run) -> str:
     model = run.config.model
-    layers = Counter(map(_attention, model.layers)).items()
-    attention = ", ".join(
-        f"{name} in {count(n, 'layer')}" if len(layers) > 1 else name for name, n in layers
-    )
-    sizes = f"{count(model.n_layer, 'layer')}, {count(model.n_head, 'head')}, {count(model.n_embd, 'feature')}"
+    layers = Counter(_attention(layer) for layer in model.layers)
+    attention = ", ".join(layers)
+    if len(layers) > 1:
+        attention = ", ".join(f"{name} in {count(n, 'layer')}" for name, n in layers.items())
+    sizes = f"{count(model.n_layer, 'layer')}, {count(model.n_head, 'head')}"
+    sizes += f", {count(model.n_embd, 'feature')}"
     return f"{run.gpt.size(run.tokenizer.n_vocab)}: {sizes}; {attention}"
 
 
@@ -62,60 +65,75 @@ def _attention(layer: AttentionConfig) -> str:
 
 
 def _data(run: Run) -> str:
-    config, tokenizer, there = run.config, run.tokenizer, run.batches.stream.n_tokens
-    read, mixture = config.tokens(config.last_step), run.batches.mixture
-    mixed = (
-        ""
-        if mixture is None
-        else f", drawn from {mixture.shares(config.last_step * config.batch_size)}"
-    )
-    corpus = f"{there:,} tokens in {config.dataset_dir} (tokenizer {tokenizer.name}, {tokenizer.n_vocab:,} ids)"
-    return f"{corpus}; training reads {read:,} tokens, {epochs(read / there)}{mixed}"
+    config = run.config
+    n_tokens = run.batches.stream.n_tokens
+    n_read = config.tokens(config.last_step)
+    tokenizer = f"tokenizer {run.tokenizer.name}, {run.tokenizer.n_vocab:,} ids"
+    corpus = f"{n_tokens:,} tokens in {config.dataset_dir} ({tokenizer})"
+    mixed = ""
+    if run.batches.mixture is not None:
+        shares = run.batches.mixture.shares(config.last_step * config.batch_size)
+        mixed = f", drawn from {shares}"
+    return f"{corpus}; training reads {n_read:,} tokens, {epochs(n_read / n_tokens)}{mixed}"
 
 
 def _batch(run: Run) -> str:
     config = run.config
     at_once = min(run.micro_batch, config.share_of(run.world.size))
-    each = " in each process" if run.group.count > 1 else ""
+    where = " in each process" if run.group.count > 1 else ""
     sequences = f"{count(config.batch_size, 'sequence')} of {config.seq_len:,}"
-    return f"{config.tokens(1):,} tokens a step: {sequences}, {at_once:,} at a time{each}"
+    return f"{config.tokens(1):,} tokens a step: {sequences}, {at_once:,} at a time{where}"
 
 
 def _schedule(run: Run) -> str:
-    config, schedule, last = run.config, run.config.schedule, run.config.max_steps
-    highest, warmup, fall = config.optim.max_lr, schedule.warmup(last), schedule.falls_after(last)
-    steps = count(last, "step") + (
-        f" (this time to step {config.last_step:,})" if config.last_step < last else ""
-    )
-    short = f" ({schedule.warmup_steps:,} would not fit)" if warmup < schedule.warmup_steps else ""
-    rises = [f"rises to {highest:.3g} in {count(warmup, 'step')}{short}"] if warmup else []
-    stays = [f"stays at {highest:.3g} until step {fall:,}"] if fall > warmup else []
-    falls = [f"falls to {highest * schedule.factor(last - 1, last):.3g}"] if fall < last else []
-    tuned, scaled = config.optim.transfer, ""
+    config = run.config
+    schedule = config.schedule
+    last = config.max_steps
+    max_lr = config.optim.max_lr
+    warmup = schedule.warmup(last)
+    fall = schedule.falls_after(last)
+    steps = count(last, "step")
+    if config.last_step < last:
+        steps += f" (this time to step {config.last_step:,})"
+    course = []
+    if warmup:
+        rise = f"rises to {max_lr:.3g} in {count(warmup, 'step')}"
+        if warmup < schedule.warmup_steps:
+            rise += f" ({schedule.warmup_steps:,} would not fit)"
+        course.append(rise)
+    if fall > warmup:
+        course.append(f"stays at {max_lr:.3g} until step {fall:,}")
+    if fall < last:
+        course.append(f"falls to {max_lr * schedule.factor(last - 1, last):.3g}")
+    scaled = ""
+    tuned = config.optim.transfer
     if tuned is not None and ratios(run.gpt, tuned) != (1, 1):
         sizes = f"{count(tuned.n_layer, 'layer')} and {count(tuned.n_embd, 'feature')}"
         scaled = f"; tuned for {sizes}, and scaled to this model"
-    optimizer, course = (
-        type(config.optim).__name__.removesuffix("Config"),
-        ", then ".join([*rises, *stays, *falls]),
-    )
-    return f"{steps} of {optimizer}; the learning rate {course}{scaled}"
+    optimizer = type(config.optim).__name__.removesuffix("Config")
+    return f"{steps} of {optimizer}; the learning rate {', then '.join(course)}{scaled}"
 
 
 def _device(run: Run) -> str:
-    n, together = run.world.size, run.group.size
-    each = f"{n:,} processes, each on " if n > 1 else ""
-    shared = ", with a part of the weights" if run.config.runtime.strategy == "fsdp" else ""
-    shared += f"; {together} share a sequence" if together > 1 else ""
-    return f"{each}{run.runtime}{', compiled' if is_compiled(run.summed_loss) else ''}{shared}"
+    device = str(run.runtime)
+    if run.world.size > 1:
+        device = f"{run.world.size:,} processes, each on {device}"
+    if is_compiled(run.summed_loss):
+        device += ", compiled"
+    if run.config.runtime.strategy == "fsdp":
+        device += ", with a shard of the weights"
+    if run.group.size > 1:
+        device += f"; {run.group.size} share a sequence"
+    return device
 
 
 def _kept(run: Run) -> str:
-    config, windows = run.config, run.windows
-    there = windows.stream.n_tokens - 1
-    read = min(len(windows) * windows.seq_len, there)
-    part = "all" if read == there else f"{read:,} of"
-    evaluated = f"evaluated every {config.eval.every:,} on {part} {there:,} validation tokens"
+    config = run.config
+    windows = run.windows
+    n_tokens = windows.stream.n_tokens - 1
+    n_read = min(len(windows) * windows.seq_len, n_tokens)
+    share = "all" if n_read == n_tokens else f"{n_read:,} of"
+    evaluated = f"evaluated every {config.eval.every:,} on {share} {n_tokens:,} validation tokens"
     return f"{config.run_dir}: saved every {count(config.checkpoint.every, 'step')}, {evaluated}"
 
 
@@ -136,22 +154,25 @@ class TrainingProgress(Track):
         self.advance(1)
 
     def line(self) -> str:
-        """Return what is printed: the step, then figures of the steps since the last line, and the time left."""
-        lines, self._lines = self._lines, []
-        figures, last = _figures(lines) if lines else [], f"{self.total:,}"
+        """The step, figures of the steps since the last line, and the time left, as printed."""
+        figures = _figures(self._lines) if self._lines else []
+        self._lines = []
+        last = f"{self.total:,}"
         return ", ".join([f"step {self.done:{len(last)},} of {last}", *figures, *self.left()])
 
 
 def _figures(lines: list[JsonDict]) -> list[str]:
-    last, over = (
-        lines[-1],
-        f" (mean {mean(line['loss'] for line in lines):.4f})" if len(lines) > 1 else "",
-    )
-    mfu = [line["mfu"] for line in lines if line["mfu"]]
-    return [
-        f"loss {last['loss']:.4f}{over}",
+    last = lines[-1]
+    loss = f"loss {last['loss']:.4f}"
+    if len(lines) > 1:
+        loss += f" (mean {mean(line['loss'] for line in lines):.4f})"
+    figures = [
+        loss,
         f"learning rate {last['lr']:.3g}",
         f"gradient norm {last['grad_norm']:.3g}",
         f"{harmonic_mean(line['tokens_per_second'] for line in lines):,.0f} tokens/s",
-        *([f"MFU {harmonic_mean(mfu):.1%}"] if mfu else []),
     ]
+    mfu = [line["mfu"] for line in lines if line["mfu"]]
+    if mfu:
+        figures.append(f"MFU {harmonic_mean(mfu):.1%}")
+    return figures

@@ -15,8 +15,9 @@ AVERAGE = "average/"  # before the names of parameters, in checkpoints
 class Average:
     """A mean in which the weights after step s count in proportion to s^(1 / share - 1).
 
-    Their mean age is share / (1 + share) of the steps so far, so that one setting fits runs of any length, which may
-    also be extended; the first weights are soon forgotten (Shamir & Zhang 2013; Karras et al. 2024, section 3.1).
+    Their mean age is share / (1 + share) of the steps so far, so that one setting fits runs of any
+    length, which may also be extended; the first weights are soon forgotten (Shamir & Zhang 2013;
+    Karras et al. 2024, section 3.1).
     """
 
     def __init__(self, gpt: GPT, share: float, world: World) -> None:
@@ -28,7 +29,7 @@ class Average:
         self._weights = [world.local(p) for p in gpt.parameters()]
 
     @torch.no_grad()
-    def take(self, step: int) -> None:
+    def update(self, step: int) -> None:
         """Include the weights after `step`, which counts from 1."""
         torch._foreach_lerp_(self._means, self._weights, min(1.0, 1 / (self._share * step)))
 

@@ -2,19 +2,17 @@
 
 A checkpoint is a folder `step-00001000` with
 
-    model.safetensors optimizer.safetensors    tensors by parameter name; averaged weights are in the model's, as
-                                               average/NAME
-    random.safetensors                         the state of every process's random numbers
-    state.json                                 the rest of the run's state: TrainState
-    tokenizer.json                             so that a checkpoint alone is enough to sample from
-    manifest.json                              sha256 of each of the others, written last
+    model.safetensors       tensors by parameter name, and averaged weights as average/NAME
+    optimizer.safetensors   tensors by parameter name
+    random.safetensors      the state of every process's random numbers
+    state.json              the rest of the run's state: TrainState
+    tokenizer.json          so that a checkpoint alone is enough to sample from
+    manifest.json           sha256 of each of the others, written last
 
-It is written under another name, synced, and renamed: a crash leaves nothing half-written under a checkpoint's name.
-The sums detect later damage, and the previous checkpoint is used. `latest` and `best` beside the checkpoints are
-text files that hold a checkpoint's name, for people; a run is resumed from the newest checkpoint that is whole.
-
-Older versions wrote model and optimizer of sharded runs in parts, such as model-00001-of-00004.safetensors, which has
-the first rows of every tensor. Such checkpoints are still read.
+It is written under another name, synced, and renamed: a crash leaves nothing half-written under a
+checkpoint's name. The sums detect later damage, and the previous checkpoint is used. `latest` and
+`best` beside the checkpoints are text files that hold a checkpoint's name, for people; a run is
+resumed from the newest checkpoint that is whole.
 """
 
 import contextlib
@@ -43,14 +41,21 @@ from common.files import (
     write_json,
     write_or_warn,
 )
-from common.settings import Settings, UserError, decode
+from common.settings import Settings, UserError, decode, differences
 from data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from model.gpt import GPT
 from trainer.average import AVERAGE
 from trainer.distributed import World
 from trainer.metrics import MetricsLog
-from trainer.randomness import RANDOM, random_state
-from trainer.state import FORMAT_VERSION, TrainState
+from trainer.randomness import (
+    RANDOM,
+    random_state,
+    random_tensors,
+    seed_process,
+    set_random_state,
+)
+from trainer.run_dir import changes_of
+from trainer.state import FORMAT_VERSION, FixedSettings, TrainState
 from trainer.tensor_file import Expected, read_tensors, save_file
 
 _NAME = re.compile(r"step-\d{8,18}")
@@ -75,11 +80,12 @@ class CheckpointConfig(Settings, defaults="train:checkpoint"):
     every: int = Field(ge=1)
     """Steps between checkpoints; the last step is always saved."""
     keep_last: int = Field(ge=1)
-    """How many of the newest checkpoints to keep, in addition to the one with the lowest validation loss."""
+    """How many of the newest checkpoints to keep, besides the one with the lowest loss."""
     keep_every: int | None = Field(ge=1)
     """Checkpoints at multiples of this step are never deleted; null: none."""
     on_error: Literal["stop", "continue"]
-    """When a checkpoint cannot be written (full disk): stop, or keep training and try again at the next one."""
+    """When a checkpoint cannot be written (full disk): stop, or keep training and try again at the
+    next one."""
 
 
 class Damaged(UserError):
@@ -100,8 +106,8 @@ class Checkpoint:
 
     path: Path
     state: TrainState
-    sums: Mapping[str, Mapping[str, str]]
-    """For each of _FILES, the sha256 of its parts by name, in order. A file that is not in parts is the only one."""
+    sums: Mapping[str, str]
+    """The sha256 of each of _FILES."""
     damaged: tuple[Path, ...] = ()
     """Newer checkpoints of the run, which are damaged."""
 
@@ -114,8 +120,8 @@ class Checkpoint:
     def identity(self, average: bool = True) -> str:
         """A hex digest of the sums of weights and configuration, which no other model has."""
         averaged = average and self.state.average is not None
-        found = json.dumps([self.sums["model.safetensors"], self.sums["state.json"], averaged])
-        return hashlib.sha256(found.encode()).hexdigest()
+        described = json.dumps([self.sums["model.safetensors"], self.sums["state.json"], averaged])
+        return hashlib.sha256(described.encode()).hexdigest()
 
     def tensors(
         self, name: str, expected: Expected, rows: Mapping[str, slice] | None = None
@@ -128,12 +134,13 @@ class Checkpoint:
         Raises:
             UserError: the checkpoint does not hold exactly the expected tensors.
         """
-        return read_tensors(
-            [self.path / file for file in self.sums[f"{name}.safetensors"]], expected, rows
-        )
+        return read_tensors([self.path / f"{name}.safetensors"], expected, rows)
 
     def write_result(self, name: str, content: bytes | str) -> None:
-        """Write a file into the run directory and print its path. Only warns if the directory is read-only."""
+        """Write a file into the run directory and print its path.
+
+        Only warns if the directory is read-only.
+        """
         path = self.run_dir / name
         if write_or_warn(path, content):
             say(f"written to {path}")
@@ -146,19 +153,20 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 
 def newest(run_dir: Path) -> Path | None:
     """The run's checkpoint with the highest step, whole or not, or None."""
-    return next(reversed(_all(run_dir)), None)
+    checkpoints = _all(run_dir)
+    return checkpoints[-1] if checkpoints else None
 
 
 def _all(run_dir: Path) -> list[Path]:
     """The run's checkpoints, by step."""
     folder = run_dir / "checkpoints"
     inside = folder.iterdir() if folder.is_dir() else ()
-    found = (
-        path
-        for path in inside
-        if _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
-    )
-    return sorted(found, key=_step_of)
+    checkpoints = [path for path in inside if _NAME.fullmatch(path.name) and _is_folder(path)]
+    return sorted(checkpoints, key=_step_of)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _step_of(path: Path) -> int:
@@ -177,39 +185,40 @@ def _first_line(path: Path) -> str:
 def open_checkpoint(
     path: str | Path, files: Collection[str] = _FILES, key: str = "checkpoint"
 ) -> Checkpoint:
-    """Open a run directory's newest whole checkpoint, the checkpoint at `path`, or the one that a file `latest` names.
+    """Open a run's newest whole checkpoint, the one at `path`, or the one that `latest` names.
 
     Args:
         files: what to verify.
         key: the setting that names it, for errors.
 
     Raises:
-        UserError: there is no checkpoint, one of `files` is missing or damaged, or it has another format version.
+        UserError: there is no checkpoint, one of `files` is missing or damaged, or it has another
+            format version.
     """
     path = Path(path).expanduser()
     if path.name == "checkpoints" and path.is_dir():
         path = path.parent
     if not path.exists():
-        more = "; scripts/import_gpt2.py makes one of GPT-2's weights, and the same command again resumes a run"
-        wanted = f"give a run directory, or a checkpoint in it{more if key == 'init_from' else ''}"
-        raise UserError(f"{key}={path} does not exist: {wanted}")
+        remedy = "give a run directory, or a checkpoint in it"
+        if key == "init_from":
+            remedy += "; scripts/import_gpt2.py makes one of GPT-2's weights"
+            remedy += ", and the same command again resumes a run"
+        raise UserError(f"{key}={path} does not exist: {remedy}")
     if path.is_file():
         name = _first_line(path)
         if not _NAME.fullmatch(name):
-            raise UserError(
-                f"{key}={path} does not name a checkpoint: give a run directory or a step-... folder"
-            )
+            what = f"{key}={path} does not name a checkpoint"
+            raise UserError(f"{what}: give a run directory or a step-... folder")
         path = path.parent / name
     if (path / "train-00000.bin").exists():
-        raise UserError(
-            f"{key}={path} is a dataset: give the directory of a run that was trained on it"
-        )
+        what = f"{key}={path} is a dataset"
+        raise UserError(f"{what}: give the directory of a run that was trained on it")
     if (path / "manifest.json").is_file() or _NAME.fullmatch(path.name):
         return _open(path, files)
-    found = open_newest(path, files)
-    if found is None:
+    checkpoint = open_newest(path, files)
+    if checkpoint is None:
         raise UserError(f"{key}={path} holds no checkpoint{_what_it_is(path)}")
-    return found
+    return checkpoint
 
 
 def open_model(path: str | Path, key: str = "checkpoint") -> Checkpoint:
@@ -220,17 +229,16 @@ def open_model(path: str | Path, key: str = "checkpoint") -> Checkpoint:
 def _what_it_is(path: Path) -> str:
     """Say what a folder without checkpoints seems to be, and what to give."""
     if (path / "model.safetensors").exists():
-        return ", but a model for other programs: give the run that it was exported from (import_gpt2.py reads GPT-2)"
+        remedy = "give the run that it was exported from (import_gpt2.py reads GPT-2)"
+        return f", but a model for other programs: {remedy}"
     runs = sorted(str(folder.parent) for folder in path.glob("*/checkpoints"))
-    return (
-        f" itself: give a run in it, such as {runs[0]}"
-        if runs
-        else ": give a run directory or a step-... folder"
-    )
+    if runs:
+        return f" itself: give a run in it, such as {runs[0]}"
+    return ": give a run directory or a step-... folder"
 
 
 def open_newest(run_dir: Path, files: Collection[str] = _FILES) -> Checkpoint | None:
-    """The run's newest checkpoint whose `files` match their sums, or None if the run has no checkpoints.
+    """The run's newest checkpoint whose `files` match their sums; None: the run has none.
 
     Warns about damaged checkpoints.
 
@@ -246,9 +254,8 @@ def open_newest(run_dir: Path, files: Collection[str] = _FILES) -> Checkpoint | 
             damaged.append(path)
     if damaged:
         what = f"none of the {len(damaged)} checkpoints in {run_dir / 'checkpoints'} is whole"
-        raise UserError(
-            f"{what}: restore one from a copy, or use another run_dir; nothing was changed"
-        )
+        remedy = "restore one from a copy, or use another run_dir; nothing was changed"
+        raise UserError(f"{what}: {remedy}")
     return None
 
 
@@ -256,17 +263,21 @@ def _open(path: Path, files: Collection[str]) -> Checkpoint:
     """Open the checkpoint in a folder, and compare some of its files with their sums.
 
     Raises:
-        Damaged: a file is missing or differs, or the manifest has another format.
+        Damaged: a file is missing or differs, or the manifest is not whole.
+        UserError: it has another format version, or settings that are not allowed.
     """
     sums = _read_sums(path)
-    for name, sha256 in (part for file in files for part in sums[file].items()):
+    for name in files:
         try:
-            found = sha256_file(path / name)
-        except (UserError, OSError) as error:
-            if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EIO):
-                raise  # it may pass, or a person can fix it; EIO means a damaged disk
+            sha256 = sha256_file(path / name)
+        except OSError as error:
+            # Other errors may pass, or a person can fix them; EIO means a damaged disk.
+            if error.errno not in (errno.ENOENT, errno.EIO):
+                raise
             raise Damaged(f"{path / name} is missing or damaged: {error}") from None
-        if found != sha256:
+        except UserError as error:
+            raise Damaged(f"{path / name} is missing or damaged: {error}") from None
+        if sha256 != sums[name]:
             raise Damaged(f"{path / name} is missing or damaged: its sha256 is not the manifest's")
     state = read_json(path / "state.json", limit=_LARGEST_STATE)
     try:
@@ -275,47 +286,44 @@ def _open(path: Path, files: Collection[str]) -> Checkpoint:
         raise UserError(f"{path / 'state.json'}: {error}") from None
 
 
-def _read_sums(path: Path) -> dict[str, dict[str, str]]:
-    """The sums in a checkpoint's manifest: for each of _FILES, those of its parts, by name and in order."""
+def _read_sums(path: Path) -> dict[str, str]:
+    """The sum of each of _FILES, from a checkpoint's manifest."""
     try:
         manifest = decode(Digests, read_json(path / "manifest.json", limit=_LARGEST_STATE))
     except UserError as error:
         raise Damaged(f"{path / 'manifest.json'} is damaged: {error}") from None
-    if (version := manifest.format_version) != FORMAT_VERSION:
-        message, other = (
-            f"{path} has format version {version}; this program reads {FORMAT_VERSION}",
-            False,
-        )
-        with contextlib.suppress(UserError, AttributeError):  # state.json may be damaged, too
-            other = (
-                read_json(path / "state.json", limit=_LARGEST_STATE).get("format_version")
-                == version
-            )
-        raise UserError(f"{message}: use another run_dir") if other else Damaged(message)
-    found, names = manifest.sha256, {file: [file] for file in _FILES}
-    if (count := sum(name.startswith("model-") for name in found)) > 0:
-        for stem in ("model", "optimizer"):
-            names[f"{stem}.safetensors"] = [
-                f"{stem}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)
-            ]
-    if set(found) != {name for parts in names.values() for name in parts}:
-        raise Damaged(
-            f"{path / 'manifest.json'} is damaged: it must list {', '.join(_FILES)}, or all of their parts"
-        )
-    return {file: {name: found[name] for name in parts} for file, parts in names.items()}
+    version = manifest.format_version
+    if version != FORMAT_VERSION:
+        what = f"{path} has format version {version}; this program reads {FORMAT_VERSION}"
+        if _version_of_state(path) == version:
+            raise UserError(f"{what}: use another run_dir")
+        raise Damaged(what)
+    if set(manifest.sha256) != set(_FILES):
+        what = f"{path / 'manifest.json'} is damaged"
+        raise Damaged(f"{what}: it must list {', '.join(_FILES)}")
+    return manifest.sha256
+
+
+def _version_of_state(path: Path) -> object:
+    """The format version in state.json, which may be damaged, too: then None."""
+    with contextlib.suppress(UserError, AttributeError):
+        return read_json(path / "state.json", limit=_LARGEST_STATE).get("format_version")
+    return None
 
 
 def load_model(path: str | Path | Checkpoint, average: bool = True) -> tuple[GPT, Tokenizer]:
-    """Load model and tokenizer from the newest checkpoint of a run directory, or from the checkpoint at `path`.
+    """Load model and tokenizer from a run's newest checkpoint, or from the checkpoint at `path`.
 
     Args:
         average: load the averaged weights, if the run has them.
 
     Raises:
-        UserError: there is no checkpoint, a file is damaged, or the tokenizer has more ids than the model.
+        UserError: there is no checkpoint, a file is damaged, or the tokenizer has more ids than the
+            model.
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_model(path)
-    state, tokenizer = checkpoint.state, load_tokenizer(checkpoint.path / "tokenizer.json")
+    state = checkpoint.state
+    tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
     with torch.device("meta"):
         gpt = GPT(state.model, state.data.reset_at(tokenizer.eot_id))
     gpt.load_state_dict(read_weights(checkpoint, gpt, average), assign=True)
@@ -328,23 +336,103 @@ def load_model(path: str | Path | Checkpoint, average: bool = True) -> tuple[GPT
 def read_weights(
     checkpoint: Checkpoint, gpt: GPT, average: bool = True, rows: Mapping[str, slice] | None = None
 ) -> dict[str, Tensor]:
-    """Read the weights of `gpt` from a checkpoint of such a model, or some `rows` of them, by name.
+    """Read the weights of `gpt` from a checkpoint of such a model, by name.
 
     Args:
         average: read the averaged weights, if the run has them.
+        rows: what to read of some weights; the others are read whole.
     """
-    weights, rows, averaged = gpt.state_dict(), rows or {}, checkpoint.state.average is not None
-    keys = {name: name for name in weights} | {
-        AVERAGE + name: name for name, _ in gpt.named_parameters() if averaged
-    }
-    expected: Expected = {key: (weights[name].shape, FLOATS) for key, name in keys.items()}
-    tensors = checkpoint.tensors(
-        "model", expected, {key: rows[name] for key, name in keys.items() if name in rows}
+    weights = gpt.state_dict()
+    names = {name: name for name in weights}  # of weights, by their names in the file
+    if checkpoint.state.average is not None:
+        names |= {AVERAGE + name: name for name, _ in gpt.named_parameters()}
+    expected: Expected = {key: (weights[name].shape, FLOATS) for key, name in names.items()}
+    rows = rows or {}
+    rows_in_file = {key: rows[name] for key, name in names.items() if name in rows}
+    tensors = checkpoint.tensors("model", expected, rows_in_file)
+    read = {}
+    for name in weights:
+        averaged = average and AVERAGE + name in tensors
+        read[name] = tensors[AVERAGE + name if averaged else name]
+    return read
+
+
+# Resuming
+
+
+def find_checkpoint(run_dir: Path, world: World) -> Checkpoint | None:
+    """The newest whole checkpoint of a run, the same in all processes; None: it has none.
+
+    Raises:
+        UserError: none of its checkpoints is whole, or this process does not see the one that the
+            main process found.
+    """
+    checkpoint = open_newest(run_dir) if world.is_main else None
+    name = ""
+    identity = ""
+    if checkpoint is not None:
+        name = checkpoint.path.name
+        identity = checkpoint.identity()
+    name, identity = world.exchange((name, identity))[0]
+    if world.is_main or not name:
+        return checkpoint
+    path = run_dir / "checkpoints" / name
+    try:
+        checkpoint = open_checkpoint(path, files=())  # the main process has verified it
+        if checkpoint.identity() != identity:
+            raise UserError("its weights are others")
+    except UserError as error:
+        why = f"process {world.rank} cannot see {path} as the main process does ({error})"
+        raise UserError(f"{why}: put run_dir where all machines see it") from None
+    return checkpoint
+
+
+def restore(
+    checkpoint: Checkpoint, fresh: TrainState, tensors: Tensors, world: World
+) -> TrainState:
+    """Load a checkpoint into a run's tensors and random generators, and return its state.
+
+    Args:
+        fresh: the state in which the run would start.
+        tensors: those of "model" and "optimizer".
+
+    Raises:
+        UserError: the checkpoint belongs to a run with another model or other data.
+    """
+    state = checkpoint.state
+    _check_same_run(checkpoint.path, state, fresh)
+    for file, of_run in tensors.items():
+        expected = {name: (value.shape, (value.dtype,)) for name, value in of_run.items()}
+        stored = checkpoint.tensors(file, expected, world.rows(of_run))
+        with torch.no_grad():
+            for name, value in of_run.items():
+                world.local(value).copy_(stored[name])
+    expected_states = random_tensors(state.processes, state.device)
+    random_states = checkpoint.tensors("random", expected_states)[RANDOM]
+    if (state.processes, state.device) == (world.size, world.device.type):
+        set_random_state(random_states[world.rank], world.device)
+    else:  # other processes than before: each gets a new generator
+        seed_process(f"{state.seed} {state.step} {world.rank}")
+    return state.model_copy(update={"dataset_dir": fresh.dataset_dir})
+
+
+def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:
+    if not before.dataset_fingerprint:
+        run_dir = path.parent.parent
+        remedy = f"train it with init_from={run_dir} in another run_dir"
+        raise UserError(f"run_dir={run_dir} is an imported model: {remedy}")
+    if before.dataset_fingerprint != now.dataset_fingerprint:
+        what = f"{path} was trained on {before.dataset_dir}"
+        what += f", whose content is not that of dataset_dir={now.dataset_dir}"
+        raise UserError(f"{what}: use that dataset, or another run_dir")
+    fixed = {*FixedSettings.model_fields, "optimizer"}
+    changed = differences(
+        before.model_dump(mode="json", include=fixed), now.model_dump(mode="json", include=fixed)
     )
-    return {
-        name: tensors[AVERAGE + name if average and AVERAGE + name in tensors else name]
-        for name in weights
-    }
+    if changed:
+        listed = ", ".join(changes_of(changed, "checkpoint:"))
+        remedy = "use the checkpoint's settings, or another run_dir"
+        raise UserError(f"{path} belongs to another run: {listed}; {remedy}")
 
 
 # Writing
@@ -353,7 +441,7 @@ def read_weights(
 def save_checkpoint(
     run_dir: Path, tensors: Tensors, state: TrainState, tokenizer: Tokenizer
 ) -> Path:
-    """Write a checkpoint of contiguous tensors on the CPU. A crash or an error leaves earlier ones unchanged.
+    """Write a checkpoint of contiguous tensors on the CPU. An error leaves earlier ones unchanged.
 
     Raises:
         OSError: it cannot be written.
@@ -386,31 +474,29 @@ def save_checkpoint(
 def retain(
     run_dir: Path, state: TrainState, config: CheckpointConfig, damaged: Iterable[Path] = ()
 ) -> None:
-    """Update `latest` and `best`, and delete old checkpoints, `damaged` ones, and what crashed saves left behind.
+    """Update `latest` and `best`, and delete old and `damaged` checkpoints, and leftovers.
 
-    Keeps the best checkpoint, the newest config.keep_last, and those of every config.keep_every-th step.
+    Keeps the best checkpoint, the newest config.keep_last, and those of every config.keep_every-th
+    step.
 
     Args:
         state: of the newest whole checkpoint.
     """
-    folder, paths = run_dir / "checkpoints", _all(run_dir)
+    folder = run_dir / "checkpoints"
+    paths = _all(run_dir)
     for leftover in folder.glob("*.tmp"):
         _clear(leftover)
     whole = [path for path in paths if path not in damaged]
     best = None if state.best_step is None else checkpoint_path(run_dir, state.best_step)
-    if (
-        best not in whole and (folder / "best").is_file()
-    ):  # that save failed: use the best checkpoint on disk
-        best = folder / _first_line(folder / "best")
+    if best not in whole and (folder / "best").is_file():
+        best = folder / _first_line(folder / "best")  # that save failed: the best one on disk
     _point(folder / "latest", whole[-1])
+    kept = set(whole[-config.keep_last :])
     if best in whole:
         _point(folder / "best", best)
-    every, last = config.keep_every, whole[-config.keep_last :]
-    kept = [
-        path
-        for path in whole
-        if path == best or path in last or (every and _step_of(path) % every == 0)
-    ]
+        kept.add(best)
+    if config.keep_every is not None:
+        kept |= {path for path in whole if _step_of(path) % config.keep_every == 0}
     for path in paths:
         if path not in kept:
             _remove(path)
@@ -422,7 +508,7 @@ def _point(pointer: Path, path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Delete a checkpoint. A crash leaves it whole, or under another name, which the next save deletes."""
+    """Delete a checkpoint. A crash leaves it whole, or as leftovers for the next save to delete."""
     old = path.with_name(path.name + ".old.tmp")
     _clear(old)
     os.rename(path, old)
@@ -431,7 +517,7 @@ def _remove(path: Path) -> None:
 
 def _clear(path: Path) -> None:
     """Delete a folder, or any other file: on a pipe, shutil.rmtree would wait forever."""
-    if path.is_dir() and not path.is_symlink():
+    if _is_folder(path):
         shutil.rmtree(path, ignore_errors=True)
     else:
         with contextlib.suppress(OSError):
@@ -459,11 +545,13 @@ class Saver:
             log: the run's log; only the main process uses it.
             resumed: the checkpoint from which the run continues.
         """
-        self._run_dir, self._tokenizer, self._config, self._log = run_dir, tokenizer, config, log
+        self._run_dir = run_dir
+        self._tokenizer = tokenizer
+        self._config = config
         self._world = world
-        self._copies: dict[
-            str, dict[str, Tensor]
-        ] = {}  # reused: copying into new memory takes 30 times as long
+        self._log = log
+        # Reused: copying into new memory takes 30 times as long.
+        self._copies: dict[str, dict[str, Tensor]] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._damaged = set(resumed.damaged) if resumed else set()
@@ -473,11 +561,11 @@ class Saver:
         """The step of the newest checkpoint; None while it is written, and if that failed."""
 
     def save(self, tensors: Tensors, state: TrainState) -> None:
-        """Copy all tensors, which may be on any device, and start to write them. Every process must call this.
+        """Copy all tensors, on any device, and start to write them. Every process must call this.
 
         Args:
-            tensors: those of "model" and "optimizer". Sharded ones are gathered one by one, so that no process but the
-                main one holds more than one of them at a time.
+            tensors: those of "model" and "optimizer". Sharded ones are gathered one by one, so that
+                no process but the main one holds more than one of them at a time.
 
         Raises:
             UserError: the previous save failed; see `check`.
@@ -502,7 +590,8 @@ class Saver:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # finishes the copies into pinned memory
         state = state.model_copy(update={"processes": world.size, "device": world.device.type})
-        self._step, self.saved_step = state.step, None
+        self._step = state.step
+        self.saved_step = None
         self._thread = threading.Thread(
             target=self._write, args=(state,), name="saver", daemon=True
         )
@@ -514,12 +603,14 @@ class Saver:
         Raises:
             UserError: it failed, and checkpoint.on_error=stop, or there is no next save (`last`).
         """
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is None:
             return
         if not isinstance(error, OSError):
             raise error
-        problem = f"the save after step {self._step} failed ({error.strerror or error}); earlier checkpoints are whole"
+        problem = f"the save after step {self._step} failed ({error.strerror or error})"
+        problem += "; earlier checkpoints are whole"
         if last or self._config.on_error == "stop":
             hint = "" if last else ", or use checkpoint.on_error=continue to keep training"
             raise UserError(f"{problem}: fix that, and run the same command again{hint}")

@@ -5,7 +5,9 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from common.numbers import ceil_div
 from common.settings import Settings
+from model.attention.longformer import LongformerConfig
 from model.gpt import GPT
 from trainer.checkpoint import CheckpointConfig
 from trainer.optim import OptimConfig
@@ -21,17 +23,16 @@ class EvalConfig(Settings, defaults="train:eval"):
     every: int = Field(ge=1)
     """Steps between evaluations; the end of the schedule is always evaluated."""
     batches: int | None = Field(ge=1)
-    """Batches of batch_tokens to evaluate, spread evenly over the validation split; null: all of it."""
+    """Batches of batch_tokens to evaluate, spread evenly over the validation split; null: all."""
     prompt: str | None
-    """Text that every evaluation continues by up to 100 tokens. The sample is printed, and written to samples.txt and
-    to the trackers; null: none."""
+    """Text that every evaluation continues by up to 100 tokens. The sample is printed, and written
+    to samples.txt and to the trackers; null: none."""
 
     @field_validator("prompt", mode="before")
     @classmethod
     def _null(cls, raw: object) -> object:
-        return (
-            None if raw == "null" else raw
-        )  # the command line's words for it are taken as they are
+        # The command line's words for the prompt are taken as they are.
+        return None if raw == "null" else raw
 
 
 class TrainConfig(FixedSettings, defaults="train"):
@@ -46,8 +47,8 @@ class TrainConfig(FixedSettings, defaults="train"):
     max_steps: int = Field(ge=1, lt=10**18)
     """Number of steps of the run, which the schedule spans."""
     stop_at: int | None = Field(ge=1)
-    """Save and stop after this step. The schedule still spans max_steps, and there is no extra evaluation. null: run to
-    max_steps."""
+    """Save and stop after this step. The schedule still spans max_steps, and there is no extra
+    evaluation. null: run to max_steps."""
     optim: OptimConfig
     schedule: ScheduleConfig
     runtime: RuntimeConfig
@@ -57,7 +58,7 @@ class TrainConfig(FixedSettings, defaults="train"):
 
     def share_of(self, n_device: int) -> int:
         """Most sequences that each of n_device devices has in a step."""
-        return -(-self.batch_size * self.runtime.context_parallel // n_device)
+        return ceil_div(self.batch_size * self.runtime.context_parallel, n_device)
 
     def means(self, gpt: GPT) -> float:
         """Numbers that training stores for each parameter, besides weight and gradient."""
@@ -69,43 +70,45 @@ class TrainConfig(FixedSettings, defaults="train"):
         return min(self.stop_at or self.max_steps, self.max_steps)
 
     @model_validator(mode="after")
-    def _parts_fit(self) -> "TrainConfig":
+    def _settings_fit(self) -> "TrainConfig":
         if self.batch_tokens % self.seq_len:
-            near = (self.batch_size or 1) * self.seq_len
-            given = f"batch_tokens={self.batch_tokens} is not divisible by seq_len={self.seq_len}"
-            raise ValueError(f"{given}: use {near}")
-        if (share := self.runtime.context_parallel) > 1:
-            self._check_shared_sequences(share)
+            nearest = (self.batch_size or 1) * self.seq_len
+            what = f"batch_tokens={self.batch_tokens} is not divisible by seq_len={self.seq_len}"
+            raise ValueError(f"{what}: use {nearest}")
+        if self.runtime.context_parallel > 1:
+            self._check_shared_sequences(self.runtime.context_parallel)
         if self.run_dir == Path():
-            raise ValueError(
-                "run_dir is empty, or this folder: give one for the run, such as run_dir=runs/demo"
-            )
+            remedy = "give one for the run, such as run_dir=runs/demo"
+            raise ValueError(f"run_dir is empty, or this folder: {remedy}")
         if self.model.max_len is not None and self.seq_len > self.model.max_len:
-            what = f"seq_len={self.seq_len} is longer than the {self.model.max_len} learned positions of the model"
+            positions = f"the {self.model.max_len} learned positions of the model"
+            what = f"seq_len={self.seq_len} is longer than {positions}"
             raise ValueError(f"{what}: use at most that, or set model.position.max_len")
         if (self.runtime.sequence_chunk or self.seq_len) < self.seq_len:
             self.model.check_constant_state(f"runtime.sequence_chunk={self.runtime.sequence_chunk}")
-        n_global = max(getattr(layer, "n_global", 0) for layer in self.model.layers)
-        if n_global > self.seq_len:
-            raise ValueError(
-                f"n_global={n_global} is more than the seq_len={self.seq_len} positions: lower it"
-            )
+        for layer in self.model.layers:
+            if isinstance(layer, LongformerConfig) and layer.n_global > self.seq_len:
+                what = (
+                    f"n_global={layer.n_global} is more than the seq_len={self.seq_len} positions"
+                )
+                raise ValueError(f"{what}: lower it")
         return self
 
     def _check_shared_sequences(self, share: int) -> None:
         """Raise ValueError if that many processes cannot share a sequence."""
-        given, runtime = f"runtime.context_parallel={share}", self.runtime
-        self.model.check_constant_state(given, from_empty=True)
+        what = f"runtime.context_parallel={share}"
+        runtime = self.runtime
+        self.model.check_constant_state(what, from_empty=True)
         if self.seq_len % share:
-            raise ValueError(f"{given} does not divide seq_len={self.seq_len}: use a divisor")
-        for setting, value, instead in [
-            ("strategy", runtime.strategy == "fsdp", "ddp"),
-            ("compile", runtime.compile is True, "false"),
-            ("sequence_chunk", runtime.sequence_chunk is not None, "null"),
-            ("micro_batch", runtime.micro_batch == "auto", "a number, such as 1"),
-        ]:
-            if value:
-                wrong = str(getattr(runtime, setting)).lower()
-                raise ValueError(
-                    f"{given} does not work with runtime.{setting}={wrong}: use {instead}"
-                )
+            raise ValueError(f"{what} does not divide seq_len={self.seq_len}: use a divisor")
+        problem = None
+        if runtime.strategy == "fsdp":
+            problem = "runtime.strategy=fsdp: use ddp"
+        if runtime.compile is True:
+            problem = "runtime.compile=true: use false"
+        if runtime.sequence_chunk is not None:
+            problem = f"runtime.sequence_chunk={runtime.sequence_chunk}: use null"
+        if runtime.micro_batch == "auto":
+            problem = "runtime.micro_batch=auto: use a number, such as 1"
+        if problem is not None:
+            raise ValueError(f"{what} does not work with {problem}")

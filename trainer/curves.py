@@ -17,7 +17,7 @@ _MOST_DOTS = 60
 
 
 @dataclass(slots=True)
-class Stretch:
+class Bin:
     """Consecutive values of a curve."""
 
     place: Any
@@ -27,44 +27,48 @@ class Stretch:
     low: float
     high: float
 
-    def append(self, after: "Stretch") -> None:
-        """Make this one stretch with the one that follows."""
-        self.place, self.count = after.place, self.count + after.count
+    def append(self, after: "Bin") -> None:
+        """Merge the bin that follows into this one."""
+        self.place = after.place
+        self.count += after.count
         share = after.count / self.count
-        self.mean = (
-            self.mean * (1 - share) + after.mean * share
-        )  # a sum of huge losses would overflow
-        self.low, self.high = min(self.low, after.low), max(self.high, after.high)
+        # A sum of huge losses would overflow.
+        self.mean = self.mean * (1 - share) + after.mean * share
+        self.low = min(self.low, after.low)
+        self.high = max(self.high, after.high)
 
 
 class Curve:
-    """Values in order, as at most `most` stretches (an even number) of equally many values; the last may have fewer."""
+    """Values in order, as at most `most` bins (an even number) of equally many values.
+
+    The last bin may have fewer.
+    """
 
     def __init__(self, most: int) -> None:
-        self.stretches: list[Stretch] = []
-        self._most, self._size = most, 1
+        self.bins: list[Bin] = []
+        self._most = most
+        self._size = 1  # values of a bin
 
     def add(self, place: Any, value: float) -> None:
         """Add the next value."""
-        new = Stretch(place, 1, value, value, value)
-        if self.stretches and self.stretches[-1].count < self._size:
-            return self.stretches[-1].append(new)
-        if len(self.stretches) == self._most:
-            for first, second in zip(self.stretches[::2], self.stretches[1::2], strict=True):
+        new = Bin(place, 1, value, value, value)
+        if self.bins and self.bins[-1].count < self._size:
+            return self.bins[-1].append(new)
+        if len(self.bins) == self._most:
+            for first, second in zip(self.bins[::2], self.bins[1::2], strict=True):
                 first.append(second)
-            del self.stretches[1::2]
+            del self.bins[1::2]
             self._size *= 2
-        self.stretches.append(new)
+        self.bins.append(new)
 
     def smoothed(self, share: float) -> list[float]:
-        """For each stretch, the mean of as many up to it as are `share` of the curve."""
-        width = max(1, int(len(self.stretches) * share))
-        windows = (
-            self.stretches[max(0, end - width) : end] for end in range(1, len(self.stretches) + 1)
-        )
-        return [
-            fmean([one.mean for one in window], [one.count for one in window]) for window in windows
-        ]
+        """For each bin, the mean of as many up to it as are `share` of the curve."""
+        width = max(1, int(len(self.bins) * share))
+        means = []
+        for end in range(1, len(self.bins) + 1):
+            window = self.bins[max(0, end - width) : end]
+            means.append(fmean([bin.mean for bin in window], [bin.count for bin in window]))
+        return means
 
 
 class RunCurves:
@@ -94,13 +98,16 @@ class RunCurves:
 
 
 def draw_losses(curves: RunCurves, path: Path, name: str) -> None:
-    """Draw training and validation loss over tokens. Only warns if the picture cannot be written."""
+    """Draw training and validation loss over tokens; a picture that cannot be written: warns."""
     figure = Figure(figsize=(8, 5))
     axes = figure.subplots()
-    title, stretches, means = name, curves.loss.stretches, curves.loss.smoothed(0.02)
-    tokens, lows = [stretch.place for stretch in stretches], [stretch.low for stretch in stretches]
-    if stretches:
-        highs = [stretch.high for stretch in stretches]
+    title = name
+    bins = curves.loss.bins
+    means = curves.loss.smoothed(0.02)
+    tokens = [bin.place for bin in bins]
+    lows = [bin.low for bin in bins]
+    if bins:
+        highs = [bin.high for bin in bins]
         axes.fill_between(
             tokens, lows, highs, color=_EACH, alpha=0.5, linewidth=0.8, label="training, every step"
         )
@@ -117,11 +124,12 @@ def draw_losses(curves: RunCurves, path: Path, name: str) -> None:
         axes.plot(*zip(*curves.val, strict=True), color=_VAL, marker=marker, label="validation")
         title = f"validation loss {curves.val[-1][1]:.4f} nats per token: {name}"
     axes.set_title(title)
-    if points := [*zip(tokens, means, strict=True), *curves.val]:
-        later = [
-            loss for place, loss in points if place >= 0.05 * max(points)[0]
-        ]  # after the first fall
-        low, high = min(later + lows), max(later)
+    points = [*zip(tokens, means, strict=True), *curves.val]
+    if points:
+        after_first_fall = 0.05 * max(points)[0]
+        later = [loss for place, loss in points if place >= after_first_fall]
+        low = min(later + lows)
+        high = max(later)
         margin = 0.08 * (high - low) or 0.05  # a single loss has no range
         axes.set_ylim(low - margin, high + margin)
         axes.legend(loc="upper right")

@@ -58,14 +58,14 @@ DEVICES = (
 
 
 def device_by_name(name: str) -> Device | None:
-    """The device with a user's name for it, such as "a100-40gb" or "A100 40GB"; None: not in the table."""
+    """The device with a user's name for it, such as "a100-40gb" or "A100 40GB", or None."""
     return next((device for device in DEVICES if _plain(device.name) == _plain(name)), None)
 
 
 def device_of_gpu(gpu: str) -> Device | None:
-    """The device with the name that a GPU reports, such as "NVIDIA A100-SXM4-40GB"; None: not in the table.
+    """The device with the name that a GPU reports, such as "NVIDIA A100-SXM4-40GB".
 
-    The first match in the table counts. A slice of a GPU (MIG) is not in the table.
+    None: not in the table, as slices of a GPU (MIG). The first match in the table counts.
     """
     if "MIG" in gpu:
         return None

@@ -1,4 +1,4 @@
-"""Evaluation loss, weighted by tokens: it does not depend on the number of processes or the micro-batch."""
+"""Evaluation loss, weighted by tokens: no number of processes or micro-batch changes it."""
 
 import math
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from common.console import Track
+from common.numbers import ceil_div
 from data.loader import IGNORED, EvalBatches
 from model.gpt import GPT, GPTState
 from trainer.distributed import World
@@ -50,18 +51,17 @@ class LossSums:
         self._sums = torch.zeros(n_keys, 3, dtype=torch.float64, device=byte_lengths.device)
 
     def add(self, keys: Tensor, targets: Tensor, losses: Tensor) -> None:
-        """Add losses (B, T) of targets (B, T), ignoring targets below 0; `keys` (B or 1, T), int64."""
-        keys, counted = keys.to(self._sums.device).expand_as(targets), targets >= 0
+        """Add losses (B, T) of targets (B, T), if 0 or above; `keys` (B or 1, T), int64."""
+        keys = keys.to(self._sums.device).expand_as(targets)
+        counted = targets >= 0
         n_bytes = self._byte_lengths[targets.clamp(min=0)].where(counted, 0)
-        each = torch.stack([losses.double(), counted.double(), n_bytes.double()], dim=-1)
-        self._sums.index_add_(0, keys.flatten(), each.flatten(0, 1))
+        figures = torch.stack([losses.double(), counted.double(), n_bytes.double()], dim=-1)
+        self._sums.index_add_(0, keys.flatten(), figures.flatten(0, 1))
 
     def losses(self, world: World) -> list[Loss]:
-        """The loss of each key over all processes. Every process must call this once: sums become totals."""
-        return [
-            Loss(nats, int(tokens), int(n_bytes))
-            for nats, tokens, n_bytes in world.sum(self._sums).tolist()
-        ]
+        """The loss of each key over all processes, which call this once: sums become totals."""
+        rows = world.sum(self._sums).tolist()
+        return [Loss(nats, int(tokens), int(n_bytes)) for nats, tokens, n_bytes in rows]
 
 
 def total(losses: list[Loss]) -> Loss:
@@ -77,17 +77,18 @@ def evaluate(
     micro_batch: int,
     runtime: Runtime,
     world: World,
-    piece: int | None = None,
+    chunk: int | None = None,
 ) -> Loss:
     """The loss over all windows, split among the processes and summed in float64.
 
     Args:
         byte_lengths: (n_vocab,), UTF-8 bytes of each token id.
         micro_batch: windows per forward pass.
-        piece: tokens of a window per forward pass, with the state carried along; None: all.
+        chunk: tokens of a window per forward pass, with the state carried along; None: all.
     """
-    sums, key = LossSums(1, byte_lengths), torch.zeros(1, 1, dtype=torch.int64)
-    for _, targets, losses in window_losses(gpt, windows, micro_batch, runtime, world, piece):
+    sums = LossSums(1, byte_lengths)
+    key = torch.zeros(1, 1, dtype=torch.int64)
+    for _, targets, losses in window_losses(gpt, windows, micro_batch, runtime, world, chunk):
         sums.add(key, targets, losses)
     return sums.losses(world)[0]
 
@@ -98,47 +99,49 @@ def window_losses(
     micro_batch: int,
     runtime: Runtime,
     world: World,
-    piece: int | None = None,
+    chunk: int | None = None,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield this process's windows batch by batch: index of the first window, targets (B, T), losses (B, T).
+    """Yield the windows of this process: index of the first, targets (B, T), losses (B, T).
 
     Iterate to the end: the model is in evaluation mode until then.
     """
     gpt.eval()
-    together, piece = world.size * micro_batch, min(piece or windows.seq_len, windows.seq_len)
-    with Track(
-        f"evaluating windows of {windows.seq_len:,}: tokens", len(windows) * windows.seq_len
-    ) as track:
+    together = world.size * micro_batch
+    chunk = min(chunk or windows.seq_len, windows.seq_len)
+    title = f"evaluating windows of {windows.seq_len:,}: tokens"
+    with Track(title, len(windows) * windows.seq_len) as track:
         for first in range(0, len(windows), together):
+            n_rows = min(together, len(windows) - first)
             start = first + world.rank * micro_batch
-            token_ids, targets = map(
-                torch.from_numpy, windows.rows(start, min(start + micro_batch, len(windows)))
-            )
-            mine = len(targets) > 0
-            if not mine:  # other processes still have windows, and with fsdp all must do every pass
-                passes = -(-windows.seq_len // piece)
-                token_ids, targets = (
-                    torch.zeros(1, passes, dtype=torch.int64),
-                    torch.full((1, passes), IGNORED),
-                )
-            token_ids, targets = token_ids.to(world.device), targets.to(world.device)
-            parts, n_rows = [], min(together, len(windows) - first)
+            arrays = windows.rows(start, min(start + micro_batch, len(windows)))
+            token_ids, targets = map(torch.from_numpy, arrays)
+            has_windows = len(targets) > 0
+            chunk_here = chunk
+            if not has_windows:
+                # The other processes still have some, and with fsdp all must do every pass.
+                n_passes = ceil_div(windows.seq_len, chunk)
+                token_ids = torch.zeros(1, n_passes, dtype=torch.int64)
+                targets = torch.full((1, n_passes), IGNORED)
+                chunk_here = 1
+            token_ids = token_ids.to(world.device)
+            targets = targets.to(world.device)
+            losses_of_chunks = []
             with torch.no_grad(), runtime.autocast():
-                for losses in _losses_in_pieces(gpt, token_ids, targets, piece if mine else 1):
-                    world.at(f"evaluating window {first}")
-                    parts.append(losses)
+                for losses in _losses_in_chunks(gpt, token_ids, targets, chunk_here):
+                    losses_of_chunks.append(losses)
                     track.advance(losses.shape[1] * n_rows)
-            if mine:
-                yield start, targets, torch.cat(parts, dim=1)
+            if has_windows:
+                yield start, targets, torch.cat(losses_of_chunks, dim=1)
     gpt.train()
 
 
-def _losses_in_pieces(gpt: GPT, token_ids: Tensor, targets: Tensor, piece: int) -> Iterator[Tensor]:
-    """The losses of whole texts, (B, T) in all, `piece` tokens at a time."""
-    if token_ids.shape[1] <= piece:
+def _losses_in_chunks(gpt: GPT, token_ids: Tensor, targets: Tensor, chunk: int) -> Iterator[Tensor]:
+    """The losses of whole texts, (B, T) in all, `chunk` tokens at a time."""
+    if token_ids.shape[1] <= chunk:
         yield gpt.token_losses(token_ids, targets)
         return
     state: GPTState | None = None
-    for ids, wanted in zip(token_ids.split(piece, dim=1), targets.split(piece, dim=1), strict=True):
-        losses, state = gpt.token_losses(ids, wanted, state, return_state=True)
+    chunks = zip(token_ids.split(chunk, dim=1), targets.split(chunk, dim=1), strict=True)
+    for ids_of_chunk, targets_of_chunk in chunks:
+        losses, state = gpt.token_losses(ids_of_chunk, targets_of_chunk, state, return_state=True)
         yield losses

@@ -1,7 +1,8 @@
-"""Predicts the memory of a training step, part by part, without running it.
+"""Predicts the memory of a training step without running it.
 
-What a layer keeps for its backward pass is measured: a model of one layer of each kind processes a few tokens on this
-machine's CPU. The partitioner of torch.compile keeps the same within a few percent.
+What a layer keeps for its backward pass is measured: a model of one layer of each kind processes a
+few tokens on this machine's CPU. The partitioner of torch.compile keeps the same within a few
+percent.
 """
 
 from functools import cache
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from common.numbers import ceil_div
 from model.attention import AttentionConfig
 from model.attention.longformer import LongformerConfig
 from model.gpt import GPT, GPTConfig
@@ -24,17 +26,18 @@ _MEASURED_TOKENS = 512
 
 
 class Memory(NamedTuple):
-    """Bytes of each part of a training step, on one device."""
+    """Bytes that a training step needs on one device, by purpose."""
 
     weights: int
     gradients: int
     """Counted as if they always existed, because they exist from the second micro-batch on."""
     optimizer: int
     activations: int
-    """Kept by a micro-batch for its backward pass, including copies of weights in the dtype of products."""
+    """Kept by a micro-batch for its backward pass, including copies of weights in the dtype of
+    products."""
     working: int
-    """Temporary: either the logits of some tokens with the loss's intermediate results, or a layer's gradients with
-    the activations that a block recomputes."""
+    """Temporary: either the logits of some tokens with the loss's intermediate results, or a
+    layer's gradients with the activations that a block recomputes."""
 
     @property
     def peak(self) -> int:
@@ -53,12 +56,13 @@ def step_memory(
     accumulated: bool = True,
     means: float = 2.0,
 ) -> Memory:
-    """The memory of a step with micro-batches of `micro_batch` sequences on each of n_device devices.
+    """The memory of a step with micro-batches of `micro_batch` sequences on each of n devices.
 
-    With ddp on several devices, gradients are views of the buckets that are sent; only between the first micro-batch of
-    a step and the last, each device holds them twice. With fsdp, devices share weights and optimizer, and each
-    temporarily holds the embeddings and two whole blocks, the matrices of which are in the dtype of products. It holds
-    whole gradients from the first micro-batch of a step to the last.
+    With ddp on several devices, gradients are views of the buckets that are sent; only between the
+    first micro-batch of a step and the last, each device holds them twice. With fsdp, devices share
+    weights and optimizer, and each temporarily holds the embeddings and two whole blocks, the
+    matrices of which are in the dtype of products. It holds whole gradients from the first
+    micro-batch of a step to the last.
 
     Args:
         gpt: may be on the meta device.
@@ -66,55 +70,61 @@ def step_memory(
         accumulated: whether a step has several micro-batches; matters for several devices only.
         means: numbers of the optimizer's state, and of averaged weights, for each parameter.
     """
-    wide, narrow = runtime.param_dtype.itemsize, runtime.dtype.itemsize
+    wide = runtime.param_dtype.itemsize
+    narrow = runtime.dtype.itemsize
     weights = gpt.n_params() * wide
-    linear, in_blocks = _linear(gpt), [_linear(block) for block in gpt.blocks]
-    linear = (
-        linear if gpt.config.tied else linear[:-1]
-    )  # without the output layer, whose logits come in parts
-    autocast = sum(layer.weight.numel() for layer in linear)
-    own, gradients, whole = weights, 2 * weights if n_device > 1 and accumulated else weights, 0
+    linear = _linear(gpt)
+    if not gpt.config.tied:
+        linear = linear[:-1]  # without the output layer, whose logits come in chunks
+    linear_of_blocks = [_linear(block) for block in gpt.blocks]
+    n_cast = sum(layer.weight.numel() for layer in linear)
+    local_weights = weights
+    gradients = 2 * weights if n_device > 1 and accumulated else weights
+    gathered = 0
     if fsdp:
-        autocast -= sum(layer.weight.numel() for layers in in_blocks for layer in layers)
-        blocks = [sum(p.numel() for p in block.parameters()) for block in gpt.blocks]
-        root, block = weights - sum(blocks) * wide, max(blocks)
-        own = -(-weights // n_device)
-        gradients = weights + own if accumulated else own
-        whole = (
-            root + 2 * block * narrow + (block * wide if accumulated else root + 2 * block * wide)
-        )
+        n_cast -= sum(layer.weight.numel() for layers in linear_of_blocks for layer in layers)
+        n_params = [sum(p.numel() for p in block.parameters()) for block in gpt.blocks]
+        root = weights - sum(n_params) * wide
+        local_weights = ceil_div(weights, n_device)
+        gradients = local_weights
+        gathered = root + 2 * max(n_params) * narrow
+        if accumulated:
+            gradients += weights
+            gathered += max(n_params) * wide
+        else:
+            gathered += root + 2 * max(n_params) * wide
 
-    pieces = -(-seq_len // (runtime.sequence_chunk or seq_len))
-    states = micro_batch * pieces * _state_bytes(gpt, narrow) if pieces > 1 else 0
+    n_chunks = ceil_div(seq_len, runtime.sequence_chunk or seq_len)
+    states = micro_batch * n_chunks * _state_bytes(gpt, narrow) if n_chunks > 1 else 0
     seq_len = min(seq_len, runtime.sequence_chunk or seq_len)
     V, D = gpt.embed.weight.shape
-    tokens = micro_batch * seq_len
+    n_tokens = micro_batch * seq_len
     of_weights = V * D * wide  # the loss computes the gradient of the output layer
     copy = 0
     if narrow < wide:
-        of_weights += autocast * narrow
+        of_weights += n_cast * narrow
         copy = V * D * narrow
 
     most = linear_cross_entropy.CHUNK[runtime.device.type] // narrow
-    logits = V * min(tokens, max(1, most // V))
+    logits = V * min(n_tokens, max(1, most // V))
     in_float32 = 3 * min(logits, most // linear_cross_entropy.PARTS[runtime.device.type]) * wide
-    loss = (
-        logits * narrow + copy + max(copy, in_float32)
-    )  # the weight, and its gradient, in the type of products
-    layer: float = (
-        D * wide + max(part.out_features for part in linear) * narrow
-    )  # gradients, input and product
+    # The weight, and its gradient, in the type of products.
+    loss = logits * narrow + copy + max(copy, in_float32)
+    # Gradients, input and product.
+    layer: float = D * wide + max(layer.out_features for layer in linear) * narrow
     outside, kept = kept_per_token(gpt.config, seq_len, runtime.dtype)
     if recompute != "none":
         layer += max(kept)
-        products = [sum(part.out_features for part in layers) * narrow for layers in in_blocks]
-        kept = [D * wide + (size if recompute == "selective" else 0) for size in products]
+        kept = [float(D * wide) for _ in kept]
+    if recompute == "selective":
+        for number, layers in enumerate(linear_of_blocks):
+            kept[number] += sum(layer.out_features for layer in layers) * narrow
     return Memory(
-        weights=own,
+        weights=local_weights,
         gradients=gradients,
-        optimizer=round(means * own),
-        activations=round(tokens * (outside + sum(kept))) + of_weights + states,
-        working=whole + max(loss, round(tokens * layer)),
+        optimizer=round(means * local_weights),
+        activations=round(n_tokens * (outside + sum(kept))) + of_weights + states,
+        working=gathered + max(loss, round(n_tokens * layer)),
     )
 
 
@@ -122,58 +132,66 @@ def memory_of(
     gpt: GPT, config: TrainConfig, runtime: Runtime, n_device: int, micro_batch: int
 ) -> Memory:
     """The memory of a run's step: see step_memory."""
-    fsdp, accumulated = config.runtime.strategy == "fsdp", micro_batch < config.share_of(n_device)
-    size, how = (
-        (micro_batch, config.seq_len // config.runtime.context_parallel),
-        config.runtime.recompute,
+    return step_memory(
+        gpt,
+        micro_batch,
+        config.seq_len // config.runtime.context_parallel,
+        runtime,
+        n_device,
+        fsdp=config.runtime.strategy == "fsdp",
+        recompute=config.runtime.recompute,
+        accumulated=micro_batch < config.share_of(n_device),
+        means=config.means(gpt),
     )
-    return step_memory(gpt, *size, runtime, n_device, fsdp, how, accumulated, config.means(gpt))
 
 
 def _state_bytes(gpt: GPT, of_keys: int) -> int:
-    """Bytes of a text's state, which is kept before each piece; a number of a cached key has `of_keys`."""
-    grown = sum(  # after its first tokens
-        2
-        * (layer.window + 2 * layer.n_global)
-        * block.attention.n_kv_head
-        * gpt.config.head_features
-        for layer, block in zip(gpt.config.layers, gpt.blocks, strict=True)
-        if isinstance(layer, LongformerConfig)
-    )
-    return state_bytes(gpt.initial_state(1)) + grown * of_keys
+    """Bytes of a text's state, which is kept before each chunk.
+
+    Args:
+        of_keys: bytes of a number of a cached key.
+    """
+    n_grown = 0  # numbers, after its first tokens
+    for layer, block in zip(gpt.config.layers, gpt.blocks, strict=True):
+        if isinstance(layer, LongformerConfig):
+            n_cached = 2 * (layer.window + 2 * layer.n_global)
+            n_grown += n_cached * block.attention.n_kv_head * gpt.config.head_features
+    return state_bytes(gpt.initial_state(1)) + n_grown * of_keys
 
 
 def _linear(module: nn.Module) -> list[nn.Linear]:
-    return [part for part in module.modules() if isinstance(part, nn.Linear)]
+    return [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
 
 
 def kept_per_token(
     config: GPTConfig, seq_len: int, dtype: torch.dtype
 ) -> tuple[float, list[float]]:
-    """Bytes that a forward pass keeps for each token outside of blocks, and in each block, its input included.
+    """Bytes that a forward pass keeps for each token outside of blocks, and in each block.
 
-    They are measured in models with one layer of each kind.
+    What a block keeps includes its input. They are measured in models with one layer of each kind.
     """
 
     def measured(*layers: AttentionConfig, recompute: Recompute = "none") -> float:
-        small = {
-            "n_layer": len(layers),
-            "attention_pattern": list(layers),
-            "n_vocab": 64,
-            "pad_vocab": 1,
-        }
-        shape = config.model_copy(update=small).model_dump_json()
-        return _measured(shape, min(seq_len, _MEASURED_TOKENS), dtype, recompute)
+        sizes = {"n_layer": len(layers), "n_vocab": 64, "pad_vocab": 1}
+        small = config.model_copy(update={**sizes, "attention_pattern": list(layers)})
+        n_tokens = min(seq_len, _MEASURED_TOKENS)
+        return _measured(small.model_dump_json(), n_tokens, dtype, recompute)
 
-    first, *others = [_without_kernel(layer) for layer in config.layers]
-    one = measured(first)
+    layers = [_without_kernel(layer) for layer in config.layers]
+    first = measured(layers[0])
     of_input = config.n_embd * Runtime(torch.device("cpu"), dtype).param_dtype.itemsize
-    outside = measured(first, recompute="block") - of_input
-    return outside, [one - outside, *(measured(first, layer) - one for layer in others)]
+    outside = measured(layers[0], recompute="block") - of_input
+    kept = [first - outside]
+    for layer in layers[1:]:
+        kept.append(measured(layers[0], layer) - first)
+    return outside, kept
 
 
 def _without_kernel(layer: AttentionConfig) -> AttentionConfig:
-    """The layer with a kernel that this machine has; all kernels except torch's math kernel keep the same tensors."""
+    """The layer with a kernel that this machine has.
+
+    All kernels except torch's math kernel keep the same tensors.
+    """
     fused = getattr(layer, "kernel", "math") != "math"
     return layer.model_copy(update={"kernel": "auto"}) if fused else layer
 
@@ -186,13 +204,15 @@ def _measured(config_json: str, tokens: int, dtype: torch.dtype, recompute: Reco
         gpt = GPT(GPTConfig.model_validate_json(config_json)).to(runtime.param_dtype)
     gpt.recompute = recompute
     # A single sequence can need fewer copies; the third adds as much as every further one.
-    two, three = (_kept(gpt, torch.zeros(n, tokens, dtype=torch.int64), runtime) for n in (2, 3))
-    return (three - two) / tokens
+    of_two = _kept(gpt, torch.zeros(2, tokens, dtype=torch.int64), runtime)
+    of_three = _kept(gpt, torch.zeros(3, tokens, dtype=torch.int64), runtime)
+    return (of_three - of_two) / tokens
 
 
 def _kept(gpt: GPT, ids: Tensor, runtime: Runtime) -> int:
-    """Bytes that a forward pass keeps for its backward pass, without the weights. Counts each storage once."""
-    kept: dict[int, Tensor] = {}  # by address: no address is reused while all tensors are held
+    """Bytes that a forward pass keeps for its backward pass, without the weights."""
+    # Each storage once, by address: no address is reused while all tensors are held.
+    kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         tensor = tensor.detach()  # without the graph, which would hold itself

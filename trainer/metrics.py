@@ -18,9 +18,9 @@ class MetricsLog:
 
     Training lines have "loss", evaluation lines "val_loss", and other lines "event".
 
-    On a full disk no line is lost and training continues: lines wait in memory until there is room. Only `sync`, which
-    a checkpoint relies on, and `close` raise. `sync` may run in another thread, but not during `close`: `write`
-    does not wait for the disk.
+    On a full disk no line is lost and training continues: lines wait in memory until there is room.
+    Only `sync`, which a checkpoint relies on, and `close` raise. `sync` may run in another thread,
+    but not during `close`: `write` does not wait for the disk.
     """
 
     def __init__(self, path: Path, resumed_at: int) -> None:
@@ -40,7 +40,7 @@ class MetricsLog:
             sync_directory(self.path.parent)
 
     def write(self, line: JsonDict) -> None:
-        """Append a line. It is in the file when this returns; on a full disk it waits in memory for the next call."""
+        """Append a line. It is in the file when this returns; on a full disk it waits in memory."""
         with self._lock:
             self._recent += (json.dumps(line, allow_nan=False) + "\n").encode()
             try:
@@ -66,7 +66,8 @@ class MetricsLog:
                 self._written = 0
             raise self._with_path(error) from None
         with self._lock:
-            self._synced, self._written = self._synced + size, self._written - size
+            self._synced += size
+            self._written -= size
             del self._recent[:size]
 
     def close(self) -> None:
@@ -81,14 +82,12 @@ class MetricsLog:
             os.close(self._file)
 
     def _write_recent(self) -> None:
-        """Append the waiting lines in order. After an error, the next call continues where the file ends."""
+        """Append the waiting lines. After an error, the next call continues where the file ends."""
         try:
-            while self._written < len(
-                self._recent
-            ):  # a disk that is nearly full takes a part, and then fails
-                self._written += os.pwrite(
-                    self._file, self._recent[self._written :], self._synced + self._written
-                )
+            # A disk that is nearly full takes some bytes, and then fails.
+            while self._written < len(self._recent):
+                rest = self._recent[self._written :]
+                self._written += os.pwrite(self._file, rest, self._synced + self._written)
         except OSError as error:
             raise self._with_path(error) from None
         self._warned = False
@@ -98,15 +97,18 @@ class MetricsLog:
 
 
 def _drop_later(path: Path, step: int) -> int:
-    """Cut the file after its last line up to `step`, which needs no room on disk, and remove damaged lines.
+    """Cut the file after its last line up to `step`, and remove damaged lines.
 
-    Returns the last step that it has then.
+    Cutting needs no room on disk. Returns the last step that the file has then.
     """
-    kept, end, last = bytearray(), 0, 0
-    for line, text, after in _lines(path):
+    kept = bytearray()
+    end = 0
+    last = 0
+    for line, text, line_end in _lines(path):
         if line["step"] <= step:
             kept += text
-            end, last = after, max(last, line["step"])
+            end = line_end
+            last = max(last, line["step"])
     os.truncate(path, end)
     if len(kept) < end:
         write_atomic(path, bytes(kept))
@@ -116,7 +118,8 @@ def _drop_later(path: Path, step: int) -> int:
 def read_metrics(path: Path) -> Iterator[JsonDict]:
     """Yield the lines of a metrics.jsonl, one at a time.
 
-    Lines that cannot be read are left out, with a warning; an incomplete last line, left by a crash, without.
+    Lines that cannot be read are left out, with a warning; an incomplete last line, left by a
+    crash, without.
     """
     return (line for line, _, _ in _lines(path))
 
@@ -126,7 +129,8 @@ def _lines(path: Path) -> Iterator[tuple[JsonDict, bytes, int]]:
     damaged = 0
     with open(path, "rb") as file:
         for text in file:
-            if (line := _parse(text)) is not None:
+            line = _parse(text)
+            if line is not None:
                 yield line, text, file.tell()
             elif text.endswith(b"\n"):
                 damaged += 1
@@ -140,14 +144,13 @@ def _parse(text: bytes) -> JsonDict | None:
         return None
     try:
         line: JsonDict = orjson.loads(text)
+        counts = [line["step"]]
         losses = [line[key] + 0.0 for key in ("loss", "val_loss") if key in line]
-        counts = [line["step"], *([line["tokens"]] if losses else [])]
-        whole = all(type(count) is int for count in counts) and isinstance(
-            line.get("sample", ""), str
-        )
-        whole &= all(
-            0 <= number < 1e300 for number in counts + losses
-        )  # drawing larger ones overflows
+        if losses:
+            counts.append(line["tokens"])
+        are_whole = all(type(count) is int for count in counts)
+        can_be_drawn = all(0 <= number < 1e300 for number in counts + losses)
+        has_text = isinstance(line.get("sample", ""), str)
     except (ValueError, TypeError, KeyError):
         return None
-    return line if whole else None
+    return line if are_whole and can_be_drawn and has_text else None

@@ -1,13 +1,12 @@
-"""runtime.micro_batch=auto: finds the most sequences whose forward and backward pass fit in memory, by trying."""
+"""runtime.micro_batch=auto: finds the most sequences that fit in a GPU's memory, by trying."""
 
-import os
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from common.console import say
-from common.memory import available_memory, out_of_memory
+from common.memory import out_of_memory
 from common.settings import UserError
 from trainer.distributed import World
 from trainer.runtime import Runtime, device_name, is_compiled
@@ -17,54 +16,34 @@ SPARE = 0.05  # share of a GPU left free for libraries and for fragmentation in 
 
 
 def choose_micro_batch(
-    loss_module: nn.Module,
-    share: int,
-    seq_len: int,
-    predict: Callable[[int], int],
-    runtime: Runtime,
-    world: World,
+    summed_loss: nn.Module, share: int, seq_len: int, runtime: Runtime, world: World
 ) -> int:
     """The largest micro-batch that fits in every process, the same in all. Prints its choice.
 
-    A GPU reports when memory runs out, so every size may be tried. On a CPU, the kernel kills the process instead: only
-    sizes that are predicted to take at most half of the memory are tried.
-
     Args:
-        loss_module: (m, seq_len) ids and targets -> loss, ready for training: wrapped, compiled, on its device. Its
-            weights do not change; its gradients are None afterwards.
+        summed_loss: ready for training: wrapped, compiled, on its GPU. Its weights do not change,
+            and must not be sharded: other processes would wait forever for one that runs out of
+            memory. Its gradients are None afterwards.
         share: the most sequences that a process has in a step; the result is at most this.
-        predict: the bytes that a step of so many sequences needs besides weights and optimizer.
 
     Raises:
-        UserError: not even one sequence fits; or the weights are sharded, so that other processes would wait forever
-            for one that runs out of memory.
+        UserError: not even one sequence fits.
     """
-    params = list(loss_module.parameters())
-    if any(hasattr(p, "to_local") for p in params):
-        what = "runtime.micro_batch=auto does not work with runtime.strategy=fsdp, whose processes wait for each other"
-        raise UserError(
-            f"{what}: give a number, such as runtime.micro_batch=1, or use runtime.strategy=ddp"
-        )
-    if world.device.type == "cuda":
-        room, most = torch.cuda.mem_get_info(world.device)[1], share
-        spare = int(SPARE * room)
-    else:
-        room, spare = room_on_cpu(world), 0
-        most = largest(lambda size: predict(size) <= room / 2, share)
+    memory = torch.cuda.mem_get_info(world.device)[1]
+    params = list(summed_loss.parameters())
 
     def fits(size: int) -> bool:
-        """Whether a micro-batch in the middle of a step fits in memory here, with `spare` bytes left.
+        """Whether a micro-batch in the middle of a step fits in memory here, with some to spare.
 
-        Gradients exist already. They are not averaged, because other processes would wait forever for one that runs
-        out of memory.
+        Gradients exist already. They are not averaged, because other processes would wait forever
+        for one that runs out of memory.
         """
-        world.at(f"start: trial of {size} sequences")
         try:
-            reserve = torch.empty(spare, dtype=torch.uint8, device=world.device)
+            reserve = torch.empty(int(SPARE * memory), dtype=torch.uint8, device=world.device)
             for p in params:
                 p.grad = torch.zeros_like(p)
             ids = torch.zeros(size, seq_len, dtype=torch.int64, device=world.device)
-            accumulate_gradients(loss_module, [(ids, ids)], runtime, world, sync=False)
+            accumulate_gradients(summed_loss, [(ids, ids)], runtime, world, sync=False)
             del reserve
             return True
         except (RuntimeError, MemoryError) as error:
@@ -74,43 +53,34 @@ def choose_micro_batch(
         finally:
             for p in params:
                 p.grad = None
-            if world.device.type == "cuda":
-                torch.cuda.empty_cache()  # blocks of this size must not fragment the memory of the next trial
+            # Blocks of this size must not fragment the memory of the next trial.
+            torch.cuda.empty_cache()
 
-    chosen = largest(lambda size: _least(fits(size), world) == 1, _least(most, world))
-    if is_compiled(loss_module):
+    def fits_everywhere(size: int) -> bool:
+        answers = world.gather(torch.tensor([fits(size)], device=world.device))
+        return all(bool(answer) for answer in answers)
+
+    chosen = largest(fits_everywhere, share)
+    if is_compiled(summed_loss):
         torch.compiler.reset()  # code compiled for many sizes is slower than code for one
-    how, place = (
-        "runtime.micro_batch=auto",
-        f"the {room / 1e9:.1f} GB of {device_name(world.device)}",
-    )
+    where = f"the {memory / 1e9:.1f} GB of {device_name(world.device)}"
     if chosen == 0:
-        raise UserError(
-            f"{how}: one sequence does not fit in {place}: use a smaller model or a smaller {seq_len=}"
-        )
-    say(f"{how}: {chosen} of up to {share} sequences, in {place}")
+        what = f"runtime.micro_batch=auto: one sequence does not fit in {where}"
+        raise UserError(f"{what}: use a smaller model or a smaller {seq_len=}")
+    say(f"runtime.micro_batch=auto: {chosen} of up to {share} sequences, in {where}")
     return chosen
 
 
-def room_on_cpu(world: World) -> int:
-    """Bytes that each process on this machine may still take."""
-    return available_memory() // int(
-        os.environ.get("LOCAL_WORLD_SIZE", world.size)
-    )  # if unknown, all are here
-
-
 def largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest size up to `most` that fits, found by doubling, then bisecting; 0 if none does."""
-    good, bad = 0, most + 1
+    """The largest size up to `most` that fits, found by doubling, then bisecting; 0: none does."""
+    good = 0
+    bad = most + 1
     while good + 1 < bad:
-        size = min(max(1, 2 * good), most) if bad > most else (good + bad) // 2
+        size = (good + bad) // 2
+        if bad > most:
+            size = min(max(1, 2 * good), most)
         if fits(size):
             good = size
         else:
             bad = size
     return good
-
-
-def _least(value: int, world: World) -> int:
-    """The minimum over all processes, on all of them."""
-    return min(int(each) for each in world.gather(torch.tensor([value], device=world.device)))

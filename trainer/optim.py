@@ -8,19 +8,18 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from common.numbers import ceil_div
 from common.settings import Settings
 from model.attention.base import Decay
 from model.gpt import GPT
 from model.layers import FusedLinear
 from trainer.distributed import World
-from trainer.transfer import TransferConfig, ratios, scales
+from trainer.mup import TransferConfig, ratios, scales
 
-_TOGETHER = (
-    2**20
-)  # numbers in matrices that CPUs multiply together: small products take less time than their start
-_AT_ONCE = (
-    2**27
-)  # numbers in updates that exist, and are sent, at once: with temporary ones about 3 GiB
+_TOGETHER = 2**20
+"""Numbers in matrices that CPUs multiply together: to start a small product takes longer."""
+_AT_ONCE = 2**27
+"""Numbers in updates that exist, and are sent, at once: with temporary ones about 3 GiB."""
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -36,7 +35,8 @@ class AdamWConfig(Settings, defaults="optim/adamw"):
     eps: float = Field(gt=0, allow_inf_nan=False)
     """Added to the root of the mean square in the denominator."""
     weight_decay: float = Field(ge=0, allow_inf_nan=False)
-    """Decoupled weight decay, applied to parameters of two or more dimensions (matrices and embeddings) only."""
+    """Decoupled weight decay, applied only to parameters of two or more dimensions (matrices and
+    embeddings)."""
     grad_clip: float | None = Field(gt=0, allow_inf_nan=False)
     """Largest norm of the whole gradient; null: no clipping."""
     transfer: TransferConfig | None
@@ -57,27 +57,25 @@ class AdamWConfig(Settings, defaults="optim/adamw"):
         return 2.0
 
     def schedule(self, optimizer: torch.optim.Optimizer, factor: float, progress: float) -> None:
-        """Set what changes during a run: the learning rate. `progress` is the share of steps that are done."""
+        """Set the learning rate. `progress` is the share of steps that are done."""
         for group in optimizer.param_groups:
             group["lr"] = self.max_lr * factor * group.get("scale", 1.0)
 
     def _adamw(self, gpt: GPT, params: list[nn.Parameter]) -> torch.optim.AdamW:
-        scale, members = scales(gpt, self.transfer), dict[tuple[bool, float], list[nn.Parameter]]()
+        factors = scales(gpt, self.transfer)
+        members: dict[tuple[bool, float], list[nn.Parameter]] = {}
         for p in params:
-            members.setdefault((p.dim() < 2, scale[p].adamw), []).append(p)
-        groups = [
-            {
-                "params": members[key],
-                "scale": key[1],
-                "weight_decay": 0.0 if key[0] else self.weight_decay / key[1],
-            }
-            for key in sorted(members)
-        ]
+            is_vector = p.dim() < 2
+            members.setdefault((is_vector, factors[p].adamw), []).append(p)
+        groups = []
+        for is_vector, scale in sorted(members):
+            weight_decay = 0.0 if is_vector else self.weight_decay / scale
+            group = {"params": members[is_vector, scale], "scale": scale}
+            groups.append({**group, "weight_decay": weight_decay})
         eps = self.eps * math.prod(ratios(gpt, self.transfer))
         optimizer = torch.optim.AdamW(groups, lr=self.max_lr, betas=self.betas, eps=eps, fused=True)
-        for p in (
-            params
-        ):  # as in its first step, so that the state can be saved, loaded and measured before
+        # As in its first step, so that the state can be saved, loaded and measured before.
+        for p in params:
             step = torch.zeros((), dtype=torch.float32, device=p.device)
             optimizer.state[p] = {
                 "step": step,
@@ -88,16 +86,18 @@ class AdamWConfig(Settings, defaults="optim/adamw"):
 
 
 class MuonConfig(AdamWConfig, defaults="optim/muon"):
-    """Muon (Jordan et al. 2024) for the matrices of blocks, in the type of the run, and AdamW for all else.
+    """Muon (Jordan et al. 2024) for the matrices of blocks, and AdamW for all else.
 
-    Each update is scaled to the size that AdamW's would have (Liu et al. 2025), so one learning rate serves both.
+    Each update is scaled to the size that AdamW's would have (Liu et al. 2025), so one learning
+    rate serves both.
     """
 
     name: Literal["muon"]  # type: ignore[assignment]
     momentum: float = Field(ge=0, lt=1)
     """Decay of the running mean of a matrix's gradient."""
     weight_decay_end: float = Field(ge=0, le=1)
-    """Weight decay of the matrices at the end of the run, as a factor of that at the beginning; linear between."""
+    """Weight decay of the matrices at the end of the run, as a factor of that at the beginning;
+    linear between."""
 
     def build(
         self, gpt: GPT, world: World | None = None, dtype: torch.dtype = torch.float32
@@ -111,8 +111,8 @@ class MuonConfig(AdamWConfig, defaults="optim/muon"):
 
     def schedule(self, optimizer: torch.optim.Optimizer, factor: float, progress: float) -> None:
         super().schedule(optimizer, factor, progress)
-        left = 1 + (self.weight_decay_end - 1) * progress
-        optimizer.param_groups[0]["weight_decay"] = self.weight_decay * left
+        decay_factor = 1 + (self.weight_decay_end - 1) * progress
+        optimizer.param_groups[0]["weight_decay"] = self.weight_decay * decay_factor
 
 
 OptimConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="name")]
@@ -121,18 +121,21 @@ OptimConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="name")]
 def block_matrices(gpt: GPT) -> Iterator[nn.Linear]:
     """Yield the linear layers of blocks, except those of forget gates."""
     for block in gpt.blocks:
-        gates = {
+        of_gates = {
             m for decay in block.modules() if isinstance(decay, Decay) for m in decay.modules()
         }
-        yield from (m for m in block.modules() if isinstance(m, nn.Linear) and m not in gates)
+        for module in block.modules():
+            if isinstance(module, nn.Linear) and module not in of_gates:
+                yield module
 
 
 class Muon(torch.optim.Optimizer):
     """Updates along the nearest orthogonal matrix of the gradient's running mean.
 
-    torch.optim.Muon can update neither the parts of a fused weight nor weights that fsdp shards. For whole weights, the
-    update is torch's with adjust_lr_fn="match_rms_adamw". Each process computes a share of the updates, and sends it to
-    the others. State lies where its weight does, so a checkpoint does not depend on the number of processes.
+    torch.optim.Muon can update neither the matrices in a fused weight nor weights that fsdp shards.
+    For whole weights, the update is torch's with adjust_lr_fn="match_rms_adamw". Each process
+    computes a share of the updates, and sends it to the others. State lies where its weight does,
+    so a checkpoint does not depend on the number of processes.
     """
 
     def __init__(
@@ -144,22 +147,23 @@ class Muon(torch.optim.Optimizer):
         dtype: torch.dtype,
     ) -> None:
         """`adamw` updates the other parameters."""
-        self._layers, scale = (
-            {layer.weight: layer for layer in block_matrices(gpt)},
-            scales(gpt, config.transfer),
-        )
-        self._factors = {p: scale[p].muon for p in self._layers}
-        self._adamw, self._world, self._dtype = adamw, world, dtype
+        self._layers = {layer.weight: layer for layer in block_matrices(gpt)}
+        factors = scales(gpt, config.transfer)
+        self._factors = {p: factors[p].muon for p in self._layers}
+        self._adamw = adamw
+        self._world = world
+        self._dtype = dtype
         defaults = {
             "lr": config.max_lr,
             "momentum": config.momentum,
             "weight_decay": config.weight_decay,
         }
         super().__init__(list(self._layers), defaults)
-        self._rounds, n = dict[int, list[list[Tensor]]](), 0
+        self._rounds: dict[int, list[list[Tensor]]] = {}
+        n_numbers = 0
         for weights in self._alike():
-            n += len(weights) * weights[0].numel()
-            self._rounds.setdefault(n // _AT_ONCE, []).append(weights)
+            n_numbers += len(weights) * weights[0].numel()
+            self._rounds.setdefault(n_numbers // _AT_ONCE, []).append(weights)
         for p in self._layers:
             self.state[p] = {"mean": torch.zeros_like(p)}
         self.param_groups += adamw.param_groups
@@ -170,80 +174,89 @@ class Muon(torch.optim.Optimizer):
         """Update all parameters."""
         self._adamw.step()
         for batches in self._rounds.values():
-            if given := [
-                own for weights in batches if (own := [p for p in weights if p.grad is not None])
-            ]:
-                self._update(given)
+            with_gradients = [[p for p in weights if p.grad is not None] for weights in batches]
+            with_gradients = [weights for weights in with_gradients if weights]
+            if with_gradients:
+                self._update(with_gradients)
 
     def _update(self, batches: list[list[Tensor]]) -> None:
-        """Update weights. The process with the least to do computes a batch's updates, and all of them receive them."""
-        group, world = self.param_groups[0], self._world
-        own, loads, places = list[Tensor](), [0] * world.size, list[tuple[int, int]]()
+        """Update weights. The process with the least to do computes a batch's updates, for all."""
+        group = self.param_groups[0]
+        world = self._world
+        loads = [0] * world.size  # numbers that each process computes
+        places: list[
+            tuple[int, int]
+        ] = []  # of each batch: its process, and where its updates begin
+        updates_here: list[Tensor] = []
         for batch in batches:
             rank = loads.index(min(loads))
             places.append((rank, loads[rank]))
             loads[rank] += len(batch) * batch[0].numel()
-            means, grads = (
-                [self.state[p]["mean"] for p in batch],
-                [p.grad for p in batch if p.grad is not None],
-            )
+            means = [self.state[p]["mean"] for p in batch]
+            grads = [p.grad for p in batch if p.grad is not None]
             torch._foreach_lerp_(means, grads, 1 - group["momentum"])
             ahead = torch.stack(grads)  # (n, rows, columns)
             torch._foreach_lerp_(ahead.unbind(), means, group["momentum"])  # Nesterov's momentum
             ahead = world.unshard(ahead)
             if rank == world.rank:
-                own.append(self._updates_of(batch[0], ahead).flatten())
-        own.append(
-            torch.empty(
-                max(loads) - loads[world.rank], dtype=batches[0][0].dtype, device=world.device
-            )
-        )
-        everyones, weights, updates = world.gather(torch.cat(own)), list[Tensor](), list[Tensor]()
+                updates_here.append(self._updates_of(batch[0], ahead).flatten())
+        n_missing = max(loads) - loads[world.rank]
+        dtype = batches[0][0].dtype
+        updates_here.append(torch.empty(n_missing, dtype=dtype, device=world.device))
+        gathered = world.gather(torch.cat(updates_here))
+        weights: list[Tensor] = []
+        updates: list[Tensor] = []
         for batch, (rank, first) in zip(batches, places, strict=True):
-            n = len(batch) * batch[0].numel()
-            found = everyones[rank].narrow(0, first, n).view(len(batch), *batch[0].shape)
-            updates += [world.shard_like(update, p) for update, p in zip(found, batch, strict=True)]
+            n_numbers = len(batch) * batch[0].numel()
+            of_batch = gathered[rank].narrow(0, first, n_numbers).view(-1, *batch[0].shape)
+            updates += [world.shard_like(x, p) for x, p in zip(of_batch, batch, strict=True)]
             weights += batch
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_sub_(weights, updates, alpha=group["lr"])
 
     def _updates_of(self, p: Tensor, x: Tensor) -> Tensor:
-        """Return updates, before the learning rate, of weight p and those like it from gradients x (n, rows, columns).
+        """Updates, before the learning rate, of p and weights like it; x: (n, rows, columns).
 
         Their root mean square is that of AdamW's updates, about 0.2 (Liu et al. 2025).
         """
+
+        def update_of(matrix: Tensor) -> Tensor:
+            factor = 0.2 * max(matrix.shape[1:]) ** 0.5 * self._factors[p]
+            return factor * orthogonal(matrix, self._dtype)
+
         layer = self._layers[p]
-        parts = layer.split(x) if isinstance(layer, FusedLinear) else [x]
-        updates = [
-            0.2 * max(part.shape[1:]) ** 0.5 * self._factors[p] * orthogonal(part, self._dtype)
-            for part in parts
-        ]
-        return layer.join(updates) if isinstance(layer, FusedLinear) else updates[0]
+        if isinstance(layer, FusedLinear):
+            return layer.join([update_of(matrix) for matrix in layer.split(x)])
+        return update_of(x)
 
     def _alike(self) -> Iterator[list[Tensor]]:
         """Yield weights of one shape and learning rate whose rows are divided in the same way."""
-        kinds, on_cpu = dict[Any, list[Tensor]](), self._world.device.type == "cpu"
+        kinds: dict[Any, list[Tensor]] = {}
         for p, layer in self._layers.items():
             division = (layer.parts, layer.n_group) if isinstance(layer, FusedLinear) else None
             kinds.setdefault((p.shape, division, self._factors[p]), []).append(p)
         for weights in kinds.values():
-            numel, share = weights[0].numel(), -(-len(weights) // self._world.size)
-            n = max(1, _TOGETHER // numel if on_cpu else min(_AT_ONCE // numel, share))
-            yield from (weights[i : i + n] for i in range(0, len(weights), n))
+            numel = weights[0].numel()
+            if self._world.device.type == "cpu":
+                n = _TOGETHER // numel
+            else:
+                n = min(_AT_ONCE // numel, ceil_div(len(weights), self._world.size))
+            for first in range(0, len(weights), max(1, n)):
+                yield weights[first : first + max(1, n)]
 
 
 def orthogonal(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bring all singular values of matrices (n, rows, columns) near 1, to about 0.7 to 1.2, by Newton-Schulz iteration.
+    """Bring all singular values of matrices (n, rows, columns) near 1, to about 0.7 to 1.2.
 
-    Five steps of the polynomial of Jordan et al. 2024, in `dtype`: bfloat16 is enough.
+    By five steps of Newton-Schulz iteration with the polynomial of Jordan et al. 2024, in `dtype`:
+    bfloat16 is enough.
     """
     y = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(dtype)
     y = y.mT if x.shape[1] > x.shape[2] else y
     for _ in range(5):
         square = y @ y.mT
-        y = torch.baddbmm(
-            y, torch.baddbmm(square, square, square, beta=-4.7750, alpha=2.0315), y, beta=3.4445
-        )
+        polynomial = torch.baddbmm(square, square, square, beta=-4.7750, alpha=2.0315)
+        y = torch.baddbmm(y, polynomial, y, beta=3.4445)
     return (y.mT if x.shape[1] > x.shape[2] else y).to(x.dtype)
 
 

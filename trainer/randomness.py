@@ -33,9 +33,8 @@ def set_random_state(state: Tensor, device: torch.device) -> None:
         if device.type == "cuda":
             torch.cuda.set_rng_state(state[on_cpu:].clone(), device)
     except RuntimeError as error:
-        raise UserError(
-            f"the checkpoint's random.safetensors does not hold a generator's state: {error}"
-        ) from None
+        what = "the checkpoint's random.safetensors does not hold a generator's state"
+        raise UserError(f"{what}: {error}") from None
 
 
 def random_tensors(processes: int, device: str) -> Expected:

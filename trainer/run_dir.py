@@ -16,34 +16,29 @@ from common.words import in_hydras_grammar
 from trainer.distributed import World
 from trainer.runtime import device_name
 
-_RECORDS = (
-    "config.json",
-    "metrics.jsonl",
-    "loss.png",
-    "samples.txt",
-)  # what a run writes beside its checkpoints
-_ROUNDING = "device", "dtype", "torch"  # parts of the environment that rounding depends on
+_RECORDS = ("config.json", "metrics.jsonl", "loss.png", "samples.txt")
+"""What a run writes beside its checkpoints."""
+_ROUNDING = ("device", "dtype", "torch")
+"""What rounding depends on, of the environment."""
 
 
 def check_folder(run_dir: Path) -> None:
-    """Raise UserError if run_dir, which need not exist, is something else, or has files to overwrite."""
+    """Raise UserError if run_dir is something else than a run, or has files to overwrite."""
     if (run_dir / "checkpoints").exists():
         return
     if not run_dir.resolve().name:
         raise UserError(f"run_dir={run_dir} is the root of all files: choose a folder in it")
     if (run_dir / "manifest.json").exists():
-        raise UserError(
-            f"run_dir={run_dir} is a dataset or a checkpoint: choose another folder for the run"
-        )
-    if runs := sorted(run_dir.glob("*/checkpoints")):
-        raise UserError(
-            f"run_dir={run_dir} has runs in it, such as {runs[0].parent.name}: choose a folder beside them"
-        )
+        what = f"run_dir={run_dir} is a dataset or a checkpoint"
+        raise UserError(f"{what}: choose another folder for the run")
+    runs = sorted(run_dir.glob("*/checkpoints"))
+    if runs:
+        what = f"run_dir={run_dir} has runs in it, such as {runs[0].parent.name}"
+        raise UserError(f"{what}: choose a folder beside them")
     records = [name for name in _RECORDS if (run_dir / name).exists()]
     if records and not (run_dir / "run.lock").exists():
-        raise UserError(
-            f"run_dir={run_dir} is no run, and training would overwrite its {records[0]}: choose another"
-        )
+        what = f"run_dir={run_dir} is no run, and training would overwrite its {records[0]}"
+        raise UserError(f"{what}: choose another")
 
 
 def own_run(run_dir: Path) -> AbstractContextManager[None]:
@@ -53,23 +48,25 @@ def own_run(run_dir: Path) -> AbstractContextManager[None]:
         UserError: another process already trains there. The lock of a dead process does not count.
     """
 
-    def taken() -> str:
+    def refusal() -> str:
         try:
             environment = read_json(run_dir / "config.json")["environment"]
             holder = f"process {environment['pid']} on {environment['host']}"
         except (UserError, KeyError, TypeError):  # it has not written that yet
             holder = "another process"
-        return f"run_dir={run_dir} is being trained in by {holder}: wait until it is done, or use another run_dir"
+        remedy = "wait until it is done, or use another run_dir"
+        return f"run_dir={run_dir} is being trained in by {holder}: {remedy}"
 
-    return owned(run_dir / "run.lock", taken)
+    return owned(run_dir / "run.lock", refusal)
 
 
 def write_config(
-    path: Path, config: JsonDict, world: World, found: JsonDict, resumed: bool
+    path: Path, config: JsonDict, world: World, derived: JsonDict, resumed: bool
 ) -> None:
-    """Write config.json: the configuration, and the versions, devices and environment that a run's numbers depend on.
+    """Write config.json: the configuration, and the environment that a run's numbers depend on.
 
-    Prints what changed since the run was last started. `found` is what else is known about model and device.
+    Prints what changed since the run was last started. `derived` is what else is known about model
+    and device.
     """
     environment = {
         "python": platform.python_version(),
@@ -80,7 +77,7 @@ def write_config(
         "processes": world.size,
         "host": platform.node(),
         "pid": os.getpid(),
-        **found,
+        **derived,
     }
     if resumed:
         _say_changes(path, config, environment)
@@ -99,27 +96,18 @@ def _say_changes(path: Path, config: JsonDict, environment: JsonDict) -> None:
     """Print what differs from config.json, of settings and of what rounding depends on."""
     try:
         file = read_json(path)
-        before, now = (
-            {key: each[key] for key in _ROUNDING} for each in (file["environment"], environment)
-        )
-        was = file["config"] | {
-            key: config[key] for key in ("dataset_dir", "run_dir")
-        }  # where the same files are
-        changes = differences(was, config) | differences(before, now)
-    except (
-        UserError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ) as error:  # the file is only a record: no reason to stop
-        return warn(f"{path} is damaged: {error}")
+        before = {key: file["environment"][key] for key in _ROUNDING}
+        now = {key: environment[key] for key in _ROUNDING}
+        # The same files may be elsewhere.
+        paths = {key: config[key] for key in ("dataset_dir", "run_dir")}
+        changes = differences(file["config"] | paths, config) | differences(before, now)
+    except (UserError, KeyError, TypeError, AttributeError) as error:
+        return warn(f"{path} is damaged: {error}")  # it is only a record: no reason to stop
     renamed = tuple(key.removesuffix("name") for key in changes if key.endswith(".name"))
-    said = {
-        key: values
-        for key, values in changes.items()
-        if key.endswith(".name")
-        or not key.startswith(renamed)
-        or None not in values  # else only one schedule has it
-    }
-    for line in changes_of(said, "was"):
+    to_say = {}
+    for key, values in changes.items():
+        # Of two schedules, say the name, and what both of them have.
+        if key.endswith(".name") or not key.startswith(renamed) or None not in values:
+            to_say[key] = values
+    for line in changes_of(to_say, "was"):
         say(f"changed: {line}")

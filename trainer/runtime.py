@@ -1,4 +1,4 @@
-"""The device and the dtype that a model runs on. Every automatic choice prints what it chose, once."""
+"""The device and the dtype that a model runs on. Every automatic choice is said once."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field
 from torch import nn
 
 from common.commit import code_digest
@@ -28,25 +28,16 @@ class DeviceConfig(Settings, defaults="device"):
     device: Literal["auto", "cpu", "cuda"]
     """auto: a GPU if there is one; an error if there is one that torch does not see."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"]
-    """bfloat16 is autocast with float32 weights; auto: bfloat16 on GPUs that compute in it and on CPUs with AMX, else
-    float32."""
+    """bfloat16 is autocast with float32 weights; auto: bfloat16 on GPUs that compute in it and on
+    CPUs with AMX, else float32."""
     deterministic: Literal["auto"] | bool
-    """Whether operations give the same bits in every run, as far as torch can; auto: on CPUs. It is slower on GPUs,
-    where it also turns off padding and autotuning in compiled code."""
+    """Whether operations give the same bits in every run, as far as torch can; auto: on CPUs. It is
+    slower on GPUs, where it also turns off padding and autotuning in compiled code."""
     kernels: bool
     """Use our own GPU kernels; false: plain torch."""
     proof: bool
     """On a GPU, compare the first gradient, or a text's logits, with plain torch, and use only what
     is right. The outcome is kept for this GPU, model, torch and Triton."""
-
-    @field_validator("device", mode="before")
-    @classmethod
-    def _supported(cls, device: object) -> object:
-        if device == "mps":
-            raise ValueError(
-                "Apple's GPUs have no float64, which sums of forget gates need: use cpu"
-            )
-        return device
 
 
 class RuntimeConfig(DeviceConfig, defaults="runtime/auto"):
@@ -55,28 +46,31 @@ class RuntimeConfig(DeviceConfig, defaults="runtime/auto"):
     compile: Literal["auto"] | bool
     """torch.compile of each block; auto: on GPUs."""
     micro_batch: Annotated[int, Field(ge=1)] | Literal["auto"]
-    """Most sequences per forward pass of a process; gradients are accumulated up to the global batch.
-    auto: as many as fit in memory."""
+    """Most sequences per forward pass of a process; gradients are accumulated up to the global
+    batch. auto: as many as fit in a GPU's memory."""
     strategy: Literal["ddp", "fsdp"]
-    """ddp: every process holds the whole model; fsdp: each holds a part, for models too large for one GPU."""
+    """ddp: every process holds the whole model; fsdp: each holds a shard, for models too large for
+    one GPU."""
     context_parallel: int = Field(ge=1)
-    """Processes that share each sequence, a stretch for each; 1: every process has whole sequences."""
+    """Processes that share each sequence, a chunk for each; 1: each process has whole sequences."""
     sequence_chunk: int | None = Field(ge=1)
-    """Tokens of a sequence that go through the model at once. Longer sequences take several passes, forwards and
-    backwards, which carry the state: the gradient stays exact. Only for models whose state has one size. null: all."""
+    """Tokens of a sequence that go through the model at once. Longer sequences take several passes,
+    forwards and backwards, which carry the state: the gradient stays exact. Only for models whose
+    state has one size. null: all."""
     recompute: Recompute
-    """Activations that the backward pass computes again instead of keeping them. block: all but the inputs of blocks;
-    selective: all but these and blocks' products with weights."""
+    """Activations that the backward pass computes again instead of keeping them. block: all but the
+    inputs of blocks; selective: all but these and blocks' products with weights."""
     on_nonfinite: Literal["halt", "skip"]
-    """When loss or gradient is not finite, or the loss spikes. halt: stop; skip: leave the weights as they are and
-    continue with the next batch."""
+    """When loss or gradient is not finite, or the loss spikes. halt: stop; skip: leave the weights
+    as they are and continue with the next batch."""
     max_bad_steps: int = Field(ge=0)
     """Most steps in a row that are skipped; one more stops the run."""
     spike_sigmas: float | None = Field(gt=0, allow_inf_nan=False)
-    """A loss this many standard deviations above the mean of about the last 100 counts as bad; null: never."""
-    hang_seconds: float | None = Field(gt=0, allow_inf_nan=False)
-    """If training makes no progress for this long, every process prints where it is, and ends with status 75;
-    null: it waits forever."""
+    """A loss this many standard deviations above the mean of about the last 100 counts as bad;
+    null: never."""
+    timeout_minutes: float = Field(gt=0, le=10_000)
+    """How long a process waits for the others before it ends with status 75. Set it above the time
+    of the slowest start or save."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +95,8 @@ class Runtime:
 
     def autocast(self) -> AbstractContextManager[None]:
         """A context manager for forward passes: autocast if the dtype is bfloat16, else no-op."""
-        return torch.autocast(
-            self.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16
-        )
+        enabled = self.dtype == torch.bfloat16
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled)
 
 
 def open_runtime(config: DeviceConfig) -> Runtime:
@@ -113,13 +106,12 @@ def open_runtime(config: DeviceConfig) -> Runtime:
         UserError: torch sees no GPU, and runtime.device is cuda, or it is auto and there is one.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "runtime.device=cuda, but torch sees no GPU here: use runtime.device=cpu or auto"
-        )
-    if config.device == "auto" and (why := why_gpu_is_unseen()):
-        raise UserError(
-            f"this machine has a GPU that torch does not see: {why}; or use runtime.device=cpu"
-        )
+        what = "runtime.device=cuda, but torch sees no GPU here"
+        raise UserError(f"{what}: use runtime.device=cpu or auto")
+    why_unseen = why_gpu_is_unseen() if config.device == "auto" else None
+    if why_unseen is not None:
+        what = "this machine has a GPU that torch does not see"
+        raise UserError(f"{what}: {why_unseen}; or use runtime.device=cpu")
     device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         keep_freed_memory()
@@ -130,7 +122,8 @@ def open_runtime(config: DeviceConfig) -> Runtime:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
     torch.use_deterministic_algorithms(deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # for debugging; slow
+    # For debugging, and slow.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.set_float32_matmul_precision("high")
     sequence_chunk = config.sequence_chunk if isinstance(config, RuntimeConfig) else None
     kernels.leave_out(() if config.kernels else kernels.OPERATORS)
@@ -139,15 +132,17 @@ def open_runtime(config: DeviceConfig) -> Runtime:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep the memory of freed tensors for new ones. Steps are faster and take a tenth more memory.
+    """Make glibc keep the memory of freed tensors for new ones.
 
-    By default glibc returns memory to the system many times a step, and every page that is reused causes a page fault.
+    Steps are faster and take a tenth more memory. By default glibc returns memory to the system
+    many times a step, and every page that is reused causes a page fault.
     """
-    mallopt = getattr(
-        ctypes.CDLL(None), "mallopt", lambda option, value: 0
-    )  # other C libraries do not have it
-    mallopt(-4, 0)  # M_MMAP_MAX, 0: no tensor has pages of its own, which would be returned with it
-    mallopt(-1, -1)  # M_TRIM_THRESHOLD, -1: free memory at the end of the heap is never returned
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # other C libraries do not have it
+        # M_MMAP_MAX, 0: no tensor has pages of its own, which would be returned with it.
+        libc.mallopt(-4, 0)
+        # M_TRIM_THRESHOLD, -1: free memory at the end of the heap is never returned.
+        libc.mallopt(-1, -1)
 
 
 def is_bfloat16_fast(device: torch.device) -> bool:
@@ -158,9 +153,9 @@ def is_bfloat16_fast(device: torch.device) -> bool:
 
 
 def why_gpu_is_unseen(dev: Path = Path("/dev")) -> str | None:
-    """Return why torch does not see this machine's NVIDIA GPU, and what to do; None if it does, or if there is none.
+    """Return why torch does not see this machine's NVIDIA GPU, and what to do.
 
-    A GPU that CUDA_VISIBLE_DEVICES hides counts as none.
+    None: torch sees it, or there is none. A GPU that CUDA_VISIBLE_DEVICES hides counts as none.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
     if hidden or not any(dev.glob("nvidia[0-9]*")) or torch.cuda.is_available():
@@ -172,7 +167,8 @@ def why_gpu_is_unseen(dev: Path = Path("/dev")) -> str | None:
     except RuntimeError as error:
         cause = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")
         built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
-        return f"{cause}, and {built}: update the driver or torch, or see what CUDA_VISIBLE_DEVICES and the job allow"
+        remedy = "update the driver or torch, or see what CUDA_VISIBLE_DEVICES and the job allow"
+        return f"{cause}, and {built}: {remedy}"
     return "torch.cuda.is_available() is false"
 
 
@@ -215,5 +211,7 @@ def device_name(device: torch.device) -> str:
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """The device's peak in matrix products of this dtype, FLOP/s; None if unknown."""
-    known = device_of_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    known = device_of_gpu(torch.cuda.get_device_name(device))
     return known.peak(dtype) if known else None

@@ -1,7 +1,7 @@
 """A short text at every evaluation: how training changes what a model writes.
 
-inference/engine.py generates faster, in one process. Here every process takes part, because with fsdp each holds a part
-of the weights.
+inference/engine.py generates faster, in one process. Here every process takes part, because with
+fsdp each holds a shard of the weights.
 """
 
 import contextlib
@@ -22,25 +22,24 @@ _TEMPERATURE = 0.8
 def read_prompt(prompt: str, tokenizer: Tokenizer, max_len: int | None) -> tuple[str, list[int]]:
     """Return what a sample begins with: a text, and its tokens after <|endoftext|>, as in training.
 
-    A tokenizer without text (tokenizer=none) cannot encode an experiment's prompt, so the sample begins without it.
+    A tokenizer without text (tokenizer=none) cannot encode an experiment's prompt, so the sample
+    begins without it.
 
     Raises:
         UserError: the tokens do not fit into the model's learned positions.
     """
     try:
         if prompt and isinstance(tokenizer, ChatTokenizer):
-            prompt, ids = (
-                prompt + "\n",
-                [tokenizer.eot_id, *tokenizer.encode_chat([("user", prompt)], answer=True)],
-            )
+            ids = [tokenizer.eot_id, *tokenizer.encode_chat([("user", prompt)], answer=True)]
+            prompt += "\n"
         else:
             ids = [tokenizer.eot_id, *tokenizer.encode(prompt)]
     except UserError:
-        prompt, ids = "", [tokenizer.eot_id]
+        prompt = ""
+        ids = [tokenizer.eot_id]
     if max_len is not None and len(ids) > max_len:
-        raise UserError(
-            f"eval.prompt has {len(ids)} tokens, more than the model's {max_len} positions: shorten it"
-        )
+        what = f"eval.prompt has {len(ids)} tokens, more than the model's {max_len} positions"
+        raise UserError(f"{what}: shorten it")
     return prompt, ids
 
 
@@ -48,28 +47,28 @@ def read_prompt(prompt: str, tokenizer: Tokenizer, max_len: int | None) -> tuple
 def sample(
     gpt: GPT, prompt: str, tokenizer: Tokenizer, runtime: Runtime, world: World, seed: int
 ) -> str:
-    """A prompt with at most 100 tokens that follow. The text is that of rank 0; every process must call this.
+    """A prompt with at most 100 tokens that follow. The text is that of rank 0; all must call this.
 
     Random numbers come from a generator of its own, so training does not change.
     """
-    max_len, drawn = gpt.config.max_len, list[int]()
-    prompt, read = read_prompt(prompt, tokenizer, max_len)
-    room = _TOKENS if max_len is None else min(_TOKENS, max_len - len(read) + 1)
-    generator, end = torch.Generator().manual_seed(seed), torch.tensor([tokenizer.eot_id])
-    ids, state = torch.tensor([read], device=world.device), None
+    max_len = gpt.config.max_len
+    prompt, prompt_ids = read_prompt(prompt, tokenizer, max_len)
+    room = _TOKENS if max_len is None else min(_TOKENS, max_len - len(prompt_ids) + 1)
+    generator = torch.Generator().manual_seed(seed)
+    end = torch.tensor([tokenizer.eot_id])
+    ids = torch.tensor([prompt_ids], device=world.device)
+    state = None
+    drawn: list[int] = []
     gpt.eval()
     # Compiling for texts of every length would take minutes.
     with torch.compiler.set_stance("force_eager") if is_compiled(gpt) else contextlib.nullcontext():
         while len(drawn) < room:
-            world.at(f"sample: token {len(drawn) + 1}")
             with runtime.autocast():
                 logits, state = gpt(ids, state, return_state=True)
             weights = (logits[0, -1, : tokenizer.n_vocab].double().cpu() / _TEMPERATURE).softmax(-1)
-            token = (
-                torch.multinomial(weights, 1, generator=generator)
-                if weights.isfinite().all()
-                else end
-            )
+            token = end
+            if weights.isfinite().all():
+                token = torch.multinomial(weights, 1, generator=generator)
             ids = world.gather(token.to(world.device))[0].view(1, 1)
             if ids.item() in tokenizer.end_ids:
                 break

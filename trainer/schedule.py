@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the step, from 0 (the first) to max_steps - 1 (the last).
+"""Learning-rate schedules: pure functions of the step, from 0 to max_steps - 1.
 
 Each returns a factor of `optim.max_lr`, so that a sweep over max_lr scales the whole curve.
 """
@@ -15,12 +15,12 @@ class _Schedule(Settings):
     """Linear warm-up from 0, then constant."""
 
     longer: ClassVar[str | None] = "start a run of that length in another run_dir"
-    """How to train longer than a finished run without a jump of the rate, in a few words; None: with max_steps."""
+    """How to train longer than a finished run without a jump of the rate; None: by max_steps."""
     warmup_steps: int = Field(ge=0)
     """Steps until the maximum."""
 
     def warmup(self, max_steps: int) -> int:
-        """Steps until the maximum in a run of max_steps: a tenth of it if warmup_steps does not fit in."""
+        """Steps until the maximum in a run of max_steps: a tenth if warmup_steps do not fit."""
         return self.warmup_steps if self.warmup_steps <= max_steps else max(1, max_steps // 10)
 
     def factor(self, step: int, max_steps: int) -> float:
@@ -38,10 +38,10 @@ class _Schedule(Settings):
 
 
 class OneCycle(_Schedule, defaults="schedule/one_cycle"):
-    """Rise to the maximum in warmup_steps, then fall to the end (Smith & Topin 2018). The published model's schedule.
+    """Rise to the maximum in warmup_steps, then fall to the end (Smith & Topin 2018).
 
-    Equal to torch's OneCycleLR with pct_start = warmup_steps / max_steps, div_factor = 1 / start and
-    final_div_factor = start / end.
+    The published model's schedule. Equal to torch's OneCycleLR with pct_start = warmup_steps /
+    max_steps, div_factor = 1 / start and final_div_factor = start / end.
     """
 
     name: Literal["one_cycle"]
@@ -56,10 +56,10 @@ class OneCycle(_Schedule, defaults="schedule/one_cycle"):
 
     def factor(self, step: int, max_steps: int) -> float:
         shape = _cosine if self.anneal == "cos" else _linear
-        peak, last = self.warmup(max_steps) - 1, max_steps - 1
+        peak = self.warmup(max_steps) - 1
         if step < peak:
             return shape(self.start, 1.0, step / peak)
-        return shape(1.0, self.end, _progress(step, peak, last))
+        return shape(1.0, self.end, _progress(step, peak, max_steps - 1))
 
 
 class Cosine(_Schedule, defaults="schedule/cosine"):
@@ -74,7 +74,10 @@ class Cosine(_Schedule, defaults="schedule/cosine"):
 
 
 class WSD(_Schedule, defaults="schedule/wsd"):
-    """Linear warm-up, constant phase, decay (Hu et al. 2024). The constant phase can be extended at any time."""
+    """Linear warm-up, constant phase, decay (Hu et al. 2024).
+
+    The constant phase can be extended at any time.
+    """
 
     longer = "continue a copy of the run from a checkpoint before the decay (docs/training.md)"
     name: Literal["wsd"]

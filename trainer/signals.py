@@ -1,4 +1,4 @@
-"""Stop signals: after the first one the run saves its last step and ends, and a second one ends it at once."""
+"""Stop signals: after the first one the run saves and ends, and a second one ends it at once."""
 
 import os
 import signal
@@ -9,28 +9,27 @@ from common.console import warn
 from common.exits import leave_at_once
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-"""Signals of schedulers, people and lost terminals. SIGUSR1 can tell a time limit from a cancellation."""
+"""Of schedulers, people and lost terminals. SIGUSR1 can tell a time limit from a cancellation."""
 
 
 class StopSignals:
-    """Records signals while the context lasts. A second one ends the process at once, with status 128 + its number.
+    """Records signals while the context lasts.
 
-    A thread does that, so that it works even while the main thread waits for other processes or a disk.
+    A second one ends the process at once, with status 128 + its number. A thread does that, so that
+    it works even while the main thread waits for other processes or a disk.
     """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         """The first signal received."""
         by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        # One event may send several signals: torchrun forwards what its whole process group has already received, and
-        # the system and the shell both tell that a terminal is gone.
+        # One event may send several signals: torchrun forwards what its whole process group has
+        # already received, and the system and the shell both tell that a terminal is gone.
         self._echo_seconds = 1.0 if by_torchrun else 0.3
-        hup_is_ignored = (
-            signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and not by_torchrun
-        )  # nohup
-        self._stopping = [
-            number for number in STOPPING if number != signal.SIGHUP or not hup_is_ignored
-        ]
+        self._stopping = list(STOPPING)
+        under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        if under_nohup and not by_torchrun:
+            self._stopping.remove(signal.SIGHUP)
 
     def __enter__(self) -> "StopSignals":
         self._reader, self._writer = os.pipe()
@@ -58,11 +57,10 @@ class StopSignals:
             if byte[0] not in self._stopping:
                 continue
             if self.received is None:
-                self.received, first = signal.Signals(byte[0]), time.monotonic()
+                self.received = signal.Signals(byte[0])
+                first = time.monotonic()
                 warn(f"{self.received.name}: saving and stopping; a second signal stops at once")
             elif time.monotonic() - first >= self._echo_seconds:
-                again = f"{signal.Signals(byte[0]).name}, the second signal"
-                leave_at_once(
-                    128 + byte[0],
-                    f"{again}: stopped at once; the same command resumes from the last save",
-                )
+                what = f"{signal.Signals(byte[0]).name}, the second signal: stopped at once"
+                line = f"{what}; the same command resumes from the last save"
+                leave_at_once(128 + byte[0], line)

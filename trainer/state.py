@@ -1,4 +1,4 @@
-"""The state of a run besides its tensors, and the settings that it keeps: state.json of a checkpoint."""
+"""The state of a run besides its tensors, and its fixed settings: state.json of a checkpoint."""
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -10,13 +10,13 @@ from data.mixture import DataConfig
 from model.gpt import GPTConfig
 from trainer.bad_steps import LossStatistics
 
-FORMAT_VERSION: Literal[3] = 3
+FORMAT_VERSION: Literal[4] = 4
 NO_DATASET = Path("no-dataset-that-was-given")
 """The dataset of an imported model."""
 
 
 class FixedSettings(Settings):
-    """The settings that cannot change during a run: other values would mean other weights or other batches."""
+    """The settings that cannot change during a run: others would mean other weights or batches."""
 
     model: GPTConfig
     seed: int = Field(ge=0, lt=2**63)
@@ -26,12 +26,13 @@ class FixedSettings(Settings):
     batch_tokens: int = Field(ge=1, le=2**28)
     """Tokens per step: the global batch, over all processes and micro-batches."""
     average: float | None = Field(default=None, gt=0, le=0.5)
-    """Evaluate and export a running mean of the weights, whose mean age is about this share of the steps so far;
-    null: the weights themselves."""
+    """Evaluate and export a running mean of the weights, whose mean age is about this share of the
+    steps so far; null: the weights themselves."""
     data: DataConfig = DataConfig(mixture=None, document_reset=False, loss="all")
     init_from: Path | None = None
-    """Weights to start from: those of a run's newest checkpoint, or of a given one, averaged if it has averages. It
-    must have the same model and tokenizer; optimizer, step and schedule start from scratch. null: random weights."""
+    """Weights to start from: those of a run's newest checkpoint, or of a given one, averaged if it
+    has averages. It must have the same model and tokenizer; optimizer, step and schedule start from
+    scratch. null: random weights."""
 
     @property
     def batch_size(self) -> int:
@@ -52,7 +53,7 @@ class FixedSettings(Settings):
 class TrainState(FixedSettings):
     """The state of a run besides its tensors."""
 
-    format_version: Literal[3] = FORMAT_VERSION
+    format_version: Literal[4] = FORMAT_VERSION
     optimizer: str = "adamw"
     """Its name: another one has other state."""
     step: int = Field(ge=0, lt=10**18)
@@ -61,7 +62,7 @@ class TrainState(FixedSettings):
     """Lowest validation loss so far, nats per token."""
     best_step: Annotated[int, Field(ge=0)] | None = None
     """The step with the lowest loss, whose checkpoint is kept."""
-    passed_over: dict[Annotated[int, Field(ge=1)], str] = Field(default_factory=dict)
+    skipped_steps: dict[Annotated[int, Field(ge=1)], str] = Field(default_factory=dict)
     """Recent steps, counted from 1, that were skipped, with the reason."""
     statistics: LossStatistics = LossStatistics()
     """Statistics of the losses so far, to detect spikes."""
@@ -79,7 +80,7 @@ class TrainState(FixedSettings):
     dataset_fingerprint: str
 
     def own_dataset(self) -> Path:
-        """Return dataset_dir, for a command that was given none; UserError: the model was imported, without one."""
+        """dataset_dir, for a command that was given none; UserError: an imported model has none."""
         if self.dataset_dir == NO_DATASET:
             raise UserError("an imported model has no dataset of its own: give dataset_dir=...")
         return self.dataset_dir

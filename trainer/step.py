@@ -1,4 +1,4 @@
-"""One training step: forward and backward passes over micro-batches, clipping, and the optimizer's update."""
+"""One training step: passes over micro-batches, clipping, and the optimizer's update."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,19 +9,19 @@ from torch import Tensor, nn
 from model.gpt import GPT, GPTState
 from model.ops.log_attention.exact import recomputed_tiles
 from trainer.distributed import World
-from trainer.long import backward_in_chunks
+from trainer.long_sequences import backward_in_chunks
 from trainer.runtime import Runtime
 
 NO_TARGETS = "none of its targets is counted"
 """Why a step was refused that data.loss=answers leaves without answers."""
 
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
-"""Token ids and targets, int64 (sequences, seq_len); targets below 0 are not counted. Keep them on the CPU, in
-pinned memory if a GPU trains: counting targets on the GPU would wait for it."""
+"""Token ids and targets, int64 (sequences, seq_len); targets below 0 are not counted. Keep them on
+the CPU, in pinned memory if a GPU trains: counting targets on the GPU would wait for it."""
 
 
 class SummedLoss(nn.Module):
-    """The loss as a module, so that DDP and torch.compile see one forward pass from tokens to loss."""
+    """The loss as a module, so that DDP and torch.compile see one forward pass from ids to loss."""
 
     def __init__(self, gpt: GPT) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class SummedLoss(nn.Module):
         state: GPTState | None = None,
         return_state: bool = False,
     ) -> Any:
-        """(B, T) ids and targets -> the sum of the losses, in nats, and with `return_state` the state after them."""
+        """(B, T) ids and targets -> summed loss in nats, and the state after it if asked for."""
         return self.gpt.summed_loss(token_ids, targets, state, return_state)
 
 
@@ -48,9 +48,10 @@ class StepResult(NamedTuple):
     stop: bool
     """Whether any process was asked to stop."""
     exact_tiles: int
-    """Log-attention tiles recomputed exactly, summed over processes. Recomputed forward passes count too."""
+    """Log-attention tiles recomputed exactly, summed over processes. Recomputed forward passes
+    count too."""
     refused: str | None
-    """Why the weights were not updated, with the gradients left in place; None: the weights were updated."""
+    """Why the weights were not updated (gradients are still there); None: they were updated."""
 
 
 def train_step(
@@ -63,57 +64,51 @@ def train_step(
     grad_clip: float | None = None,
     refuse: Callable[[float, float], str | None] = lambda loss, grad_norm: None,
     asked_to_stop: Callable[[], bool] = lambda: False,
-    name: str = "step",
 ) -> StepResult | None:
-    """Update the weights once, by the gradient of the mean loss over all valid tokens of the global batch.
+    """Update the weights once, by the gradient of the mean loss over all valid tokens of the batch.
 
-    How the batch is shared among processes and micro-batches changes the result by rounding only: each micro-batch's
-    summed loss is divided by the global count of tokens.
+    How the global batch is shared among processes and micro-batches changes the result by rounding
+    only: each micro-batch's summed loss is divided by the global count of tokens.
 
     Args:
-        summed_loss: (B, T) ids and targets -> summed loss; a SummedLoss, possibly wrapped by World.wrap.
-        micro_batches: this process's part of the global batch.
+        summed_loss: (B, T) ids and targets -> summed loss; a SummedLoss, possibly wrapped.
+        micro_batches: this process's share of the global batch.
         world: the processes that train together; None: this one alone.
         grad_clip: largest norm of the whole gradient; None: not clipped.
-        refuse: gets loss and gradient norm before the update; returns why it must not happen, or None.
-        asked_to_stop: asked after the backward passes; the answer travels with the loss, so that all processes stop
-            after the same step. A process that is alone is also asked before each micro-batch.
-        name: the step's name, for the deadline's message.
+        refuse: gets loss and gradient norm before the update; returns why it must not happen.
+        asked_to_stop: asked after the backward passes; the answer travels with the loss, so that
+            all processes stop after the same step. A process that is alone is also asked before
+            each micro-batch.
 
     Returns:
-        None if this process is alone and was asked to stop before its last micro-batch: the weights are unchanged.
+        None if this process is alone and was asked to stop before its last micro-batch: the weights
+        are unchanged.
     """
     world = world or World(runtime.device)
     params = list(summed_loss.parameters())
-    tiles_before = (tiles_now := recomputed_tiles("forward", params[0].device)).clone()  # (1,)
-    n_valid = sum(float((targets >= 0).sum()) for _, targets in micro_batches)
-    n_targets = world.sum(torch.full((), n_valid, dtype=torch.float64, device=world.device))
-    valid = n_targets.clamp(min=1)
-    abandon = asked_to_stop if world.size == 1 else lambda: False
-    own_loss = accumulate_gradients(
+    exact_tiles = recomputed_tiles("forward", params[0].device)  # (1,), counts on
+    tiles_before = exact_tiles.clone()
+    n_valid_here = sum(float((targets >= 0).sum()) for _, targets in micro_batches)
+    n_valid = world.sum(torch.full((), n_valid_here, dtype=torch.float64, device=world.device))
+    divisor = n_valid.clamp(min=1)
+    loss_here = accumulate_gradients(
         summed_loss,
         micro_batches,
         runtime,
         world,
-        scale=world.size / valid,
-        abandon=abandon,
-        name=name,
+        scale=world.size / divisor,
+        abandon=asked_to_stop if world.size == 1 else lambda: False,
     )
-    if own_loss is None:
+    if loss_here is None:
         return None
-    world.at(f"{name}: loss")
-    own = (
-        own_loss,
-        own_loss.new_full((), asked_to_stop()),
-        (tiles_now - tiles_before).double().squeeze(),
-    )
-    total, asked, tiles = world.sum(torch.stack(own))
-    world.at(f"{name}: optimizer")
+    asked_here = loss_here.new_full((), asked_to_stop())
+    tiles_here = (exact_tiles - tiles_before).double().squeeze()
+    sums = world.sum(torch.stack([loss_here, asked_here, tiles_here]))
     norm = world.unshard(nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]))
     # Nothing else in a step makes the CPU wait for a GPU.
-    results = [total / valid, norm.double(), asked, tiles, n_targets]
-    loss, grad_norm, asked, tiles, counted = torch.stack(results).tolist()
-    refused = refuse(loss, grad_norm) if counted else NO_TARGETS
+    results = torch.stack([sums[0] / divisor, norm.double(), sums[1], sums[2], n_valid])
+    loss, grad_norm, asked, tiles, n_targets = results.tolist()
+    refused = refuse(loss, grad_norm) if n_targets else NO_TARGETS
     if refused is None:
         if grad_clip is not None:
             nn.utils.clip_grads_with_norm_(params, grad_clip, norm)
@@ -131,7 +126,6 @@ def accumulate_gradients(
     scale: float | Tensor = 1.0,
     sync: bool = True,
     abandon: Callable[[], bool] = lambda: False,
-    name: str = "step",
 ) -> Tensor | None:
     """Add the gradient of scale x loss of each micro-batch; returns the sum of the losses, float64.
 
@@ -139,25 +133,34 @@ def accumulate_gradients(
 
     Args:
         sync: average the gradients over the processes in the last backward pass.
-        abandon: is asked before each micro-batch; if it returns True, the rest is left out and None is returned.
+        abandon: asked before each micro-batch; if it returns True, the rest is left out and None is
+            returned.
     """
     total = torch.zeros((), dtype=torch.float64, device=world.device)
-    for i, micro_batch in enumerate(micro_batches, start=1):
+    for number, (token_ids, targets) in enumerate(micro_batches, start=1):
         if abandon():
             return None
-        token_ids, targets = (ids.to(world.device, non_blocking=True) for ids in micro_batch)
-        last = sync and i == len(micro_batches)
-        if runtime.sequence_chunk is not None and token_ids.shape[1] > runtime.sequence_chunk:
-            which = f"{name}: micro-batch {i} of {len(micro_batches)}"
-            how: dict[str, Any] = {"scale": scale, "sync": last, "name": which}
-            for loss in backward_in_chunks(summed_loss, token_ids, targets, runtime, world, **how):
-                total += loss
-            continue
-        with world.sync_gradients(summed_loss, now=last):
-            world.at(f"{name}: forward {i} of {len(micro_batches)}")
-            with runtime.autocast():
-                loss = summed_loss(token_ids, targets)
-            world.at(f"{name}: backward {i} of {len(micro_batches)}")
-            (loss * scale).backward()
-        total += loss.detach()
+        token_ids = token_ids.to(world.device, non_blocking=True)
+        targets = targets.to(world.device, non_blocking=True)
+        is_long = token_ids.shape[1] > (runtime.sequence_chunk or token_ids.shape[1])
+        backward = backward_in_chunks if is_long else backward_whole
+        sync_now = sync and number == len(micro_batches)
+        total += backward(summed_loss, token_ids, targets, runtime, world, scale, sync_now)
     return total
+
+
+def backward_whole(
+    summed_loss: nn.Module,
+    token_ids: Tensor,
+    targets: Tensor,
+    runtime: Runtime,
+    world: World,
+    scale: float | Tensor,
+    sync: bool,
+) -> Tensor:
+    """Add the gradient of scale x loss of sequences (B, T); returns their summed loss, detached."""
+    with world.sync_gradients(summed_loss, now=sync):
+        with runtime.autocast():
+            loss = summed_loss(token_ids, targets)
+        (loss * scale).backward()
+    return loss.detach()

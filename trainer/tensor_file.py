@@ -1,7 +1,8 @@
-"""Tensors from an untrusted safetensors file: it holds exactly what is expected, or it is refused.
+"""Tensors from an untrusted safetensors file: it holds exactly what is expected, or is refused.
 
-safetensors itself refuses headers that do not fit the file. It maps tensors without reading them, so that their shapes
-and types can be checked first. Links, pipes, and headers far longer than needed are refused here.
+safetensors itself refuses headers that do not fit the file. It maps tensors without reading them,
+so that their shapes and types can be checked first. Links, pipes, and headers far longer than
+needed are refused here.
 """
 
 import contextlib
@@ -33,7 +34,8 @@ def save_file(
     Raises:
         OSError: it cannot be written.
     """
-    path.touch()  # with the mode that the umask gives; safetensors' own files are for their owner alone
+    # With the mode that the umask gives; safetensors' own files are for their owner alone.
+    path.touch()
     mode = path.stat().st_mode
     try:
         safetensors.torch.save_file(tensors, path, metadata)
@@ -47,62 +49,49 @@ def save_file(
 def read_tensors(
     paths: Sequence[Path], expected: Expected, rows: Mapping[str, slice] | None = None
 ) -> dict[str, Tensor]:
-    """The tensors of safetensors files, each of which has some of their rows, in order; on the CPU.
+    """The tensors of safetensors files, each of which has some of them, on the CPU.
 
     Args:
         rows: what to read of some tensors; the others are read whole.
 
     Raises:
-        UserError: a file is missing, damaged or of another format, or a tensor is missing, unknown, or has another
-            shape or type. The message names the first file and the tensor.
+        UserError: a file is missing, damaged or of another format, or a tensor is missing, unknown,
+            or has another shape or type. The message names the first file and the tensor.
     """
     wrong = f"{paths[0]} does not hold the tensors it should: "
-    parts: dict[str, list[Tensor]] = {}
+    rows = rows or {}
+    stored: dict[str, Tensor] = {}
     for path in paths:
         with _opened(path) as file:
-            for name in sorted(file.keys()):
-                parts.setdefault(name, []).append(
-                    file.get_tensor(name)
-                )  # mapped: nothing is read yet
-    if odd := sorted(expected.keys() ^ parts.keys()):
-        raise UserError(
-            f"{wrong}{odd[0][:80]!r} is {'missing' if odd[0] in expected else 'unknown'}"
-        )
-    found = {}
+            for name in file.keys():  # noqa: SIM118 (it is no dictionary)
+                stored[name] = file.get_tensor(name)  # mapped: nothing is read yet
+    odd = sorted(expected.keys() ^ stored.keys())
+    if odd:
+        problem = "missing" if odd[0] in expected else "unknown"
+        raise UserError(f"{wrong}{odd[0][:80]!r} is {problem}")
+    tensors = {}
     for name, (shape, dtypes) in expected.items():
-        shape_found, *others = (part.shape for part in parts[name])
-        if others:
-            if (
-                not all([shape_found, *others])
-                or len({each[1:] for each in [shape_found, *others]}) > 1
-            ):
-                raise UserError(f"{wrong}the parts of {name} do not fit together")
-            shape_found = torch.Size([sum(map(len, parts[name])), *shape_found[1:]])
-        if shape_found != shape:
-            raise UserError(
-                f"{wrong}{name} has the shape {list(shape_found)}, must have {list(shape)}"
-            )
-        for part in parts[name]:
-            if part.dtype not in dtypes:
-                allowed = " or ".join(sorted(map(_short, dtypes)))
-                raise UserError(
-                    f"{wrong}{name} has the type {_short(part.dtype)}, must have {allowed}"
-                )
-        whole = torch.cat(parts[name]) if others else parts[name][0]
-        found[name] = whole[rows[name]].clone() if rows and name in rows else whole
-    return found
+        tensor = stored[name]
+        if tensor.shape != shape:
+            what = f"{wrong}{name} has the shape {list(tensor.shape)}"
+            raise UserError(f"{what}, must have {list(shape)}")
+        if tensor.dtype not in dtypes:
+            allowed = " or ".join(sorted(map(_short, dtypes)))
+            what = f"{wrong}{name} has the type {_short(tensor.dtype)}"
+            raise UserError(f"{what}, must have {allowed}")
+        tensors[name] = tensor[rows[name]].clone() if name in rows else tensor
+    return tensors
 
 
 def read_header(path: Path) -> tuple[dict[str, str], dict[str, list[int]]]:
-    """The metadata of a safetensors file, and the shapes of its tensors by name, without reading these.
+    """The metadata of a safetensors file, and the shapes of its tensors, without reading these.
 
     Raises:
         UserError: the file is missing, damaged or of another format.
     """
     with _opened(path) as file:
-        return file.metadata() or {}, {
-            name: file.get_slice(name).get_shape() for name in sorted(file.keys())
-        }
+        shapes = {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}
+        return file.metadata() or {}, shapes
 
 
 @contextlib.contextmanager
@@ -120,9 +109,8 @@ def _opened(path: Path) -> Iterator[safe_open]:
     except (SafetensorError, ValueError, RuntimeError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(
-            f"{path} is not a whole safetensors file: {' '.join(str(error).split())[:200]}"
-        ) from None
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} is not a whole safetensors file: {reason}") from None
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -62,7 +62,10 @@ class TrackerConfig(Settings, defaults="train:tracker"):
 
 
 class Tracker:
-    """Gives lines to a library in a thread: training waits for it only at the end, and continues whatever it does."""
+    """Gives lines to a library in a thread: training waits for it only at the end.
+
+    Training continues whatever the library does.
+    """
 
     def __init__(
         self, name: str, every: int, finish_seconds: float, library: AbstractContextManager[Log]
@@ -72,9 +75,11 @@ class Tracker:
         Args:
             every: of the training lines, only those of a multiple of so many steps are sent.
             finish_seconds: how long `finish` waits.
-            library: opens the library, gives what logs a line, and sends what is left when it is closed.
+            library: opens the library, gives what logs a line, and sends what is left when closed.
         """
-        self._name, self._every, self._finish_seconds = name, every, finish_seconds
+        self._name = name
+        self._every = every
+        self._finish_seconds = finish_seconds
         self._lines: queue.Queue[JsonDict | None] = queue.Queue(_MOST_LINES)
         self._failed = False
         self._thread = threading.Thread(target=self._work, args=(library,), name=name, daemon=True)
@@ -82,7 +87,8 @@ class Tracker:
 
     def log(self, line: JsonDict | None) -> None:
         """Send a line; None: there are no more. Does not wait."""
-        if self._failed or (line is not None and "loss" in line and line["step"] % self._every):
+        is_left_out = line is not None and "loss" in line and line["step"] % self._every != 0
+        if self._failed or is_left_out:
             return
         try:
             self._lines.put_nowait(line)
@@ -114,14 +120,15 @@ class Tracker:
 def open_trackers(
     config: TrackerConfig, run_id: str, run_dir: Path, settings: JsonDict, resumed_at: int
 ) -> list[Tracker]:
-    """Start the trackers of a run with these settings, which continues after the step `resumed_at`, or is new (0)."""
+    """Start the trackers of a run with these settings; it continues after `resumed_at` (0: new)."""
     trackers = []
-    if (wandb := config.wandb) is not None:
-        run = _wandb(wandb, run_id, run_dir, settings)
-        trackers.append(Tracker("wandb", wandb.every, wandb.finish_seconds, run))
-    if (tensorboard := config.tensorboard) is not None:
+    if config.wandb is not None:
+        run = _wandb(config.wandb, run_id, run_dir, settings)
+        trackers.append(Tracker("wandb", config.wandb.every, config.wandb.finish_seconds, run))
+    if config.tensorboard is not None:
         files = _tensorboard(run_dir / "tensorboard", resumed_at)
-        trackers.append(Tracker("tensorboard", tensorboard.every, _TENSORBOARD_SECONDS, files))
+        every = config.tensorboard.every
+        trackers.append(Tracker("tensorboard", every, _TENSORBOARD_SECONDS, files))
     return trackers
 
 
@@ -137,18 +144,14 @@ def _wandb(config: WandbConfig, run_id: str, run_dir: Path, settings: JsonDict) 
         name=config.run_name or run_dir.name,
         dir=str(run_dir),
         config=settings,
-        settings={
-            "console": "off",
-            "silent": True,
-        },  # it neither wraps stdout nor asks for a missing API key
+        # It neither wraps stdout nor asks for a missing API key.
+        settings={"console": "off", "silent": True},
     )
     if config.mode == "offline":
-        folder = Path(run.dir).parent
-        say(
-            f"wandb: offline; to upload the run later: {shlex.join(['wandb', 'sync', str(folder)])}"
-        )
-    elif url := run.url:
-        say(f"wandb: {url}")
+        upload = shlex.join(["wandb", "sync", str(Path(run.dir).parent)])
+        say(f"wandb: offline; to upload the run later: {upload}")
+    elif run.url:
+        say(f"wandb: {run.url}")
     # A resumed run repeats some steps: with an axis of their own, steps need not increase.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
@@ -160,9 +163,8 @@ def _wandb(config: WandbConfig, run_id: str, run_dir: Path, settings: JsonDict) 
 def _tensorboard(folder: Path, resumed_at: int) -> Iterator[Log]:
     from torch.utils.tensorboard import SummaryWriter  # here, because importing it is slow
 
-    writer = SummaryWriter(
-        str(folder), purge_step=resumed_at + 1
-    )  # earlier lines of later steps are ignored
+    # Earlier lines of later steps are ignored.
+    writer = SummaryWriter(str(folder), purge_step=resumed_at + 1)
 
     def log(line: JsonDict) -> None:
         for key, value in line.items():

@@ -29,7 +29,6 @@ def snapshot(folder):
         ("seed=99999999999999999999", ["seed=99999999999999999999", "less than"]),
         ("optim.max_lr=inf", ["optim.max_lr=inf: give 1e+30 or less (highest learning rate"]),
         ("runtime.device=gpu", ["runtime.device='gpu'", "'auto', 'cpu' or 'cuda'"]),
-        ("runtime.device=mps", ["runtime.device='mps'", "float64", "use cpu"]),
         ("run_dir=${HOME}/a", ["run_dir: ${...} refers to nothing that is available: write the value, in a shell as"]),
         ("run_dir=${oc.env:HOME}", ["run_dir: ${...} refers to nothing"]),
         ("run_dir=${", ["run_dir: ${...} refers to nothing"]),

@@ -95,7 +95,7 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
         ("sample", "checkpoint=x top_p=0", "null: all; greedily: temperature=0)"),
         ("sample", "checkpoint=x seed=-1", "config seed=-1: give 0 or more (seed of the sampling; for other texts"),
         ("scripts/serve", "checkpoint=x port=80000", "config port=80000: give 65535 or less (0: any free port)"),
-        ("train", "dataset_dir=x runtime.hang_seconds=0", "give more than 0.0 (seconds without progress"),
+        ("train", "dataset_dir=x runtime.timeout_minutes=0", "give more than 0.0 (minutes that a process waits"),
         (
             "train",
             "dataset_dir=x runtime.micro_batch=x",

@@ -37,7 +37,7 @@ def train_in_processes(tiny_args, tmp_path):
     """Trains with train.py in some processes, in float64; returns the run directory."""
 
     def run(name, processes, *options):
-        args = [*tiny_args, "runtime.dtype=float64", "runtime.hang_seconds=60", f"run_dir={tmp_path / name}"]
+        args = [*tiny_args, "runtime.dtype=float64", f"run_dir={tmp_path / name}"]
         ranks.run(processes, "train.py", *args, *options)
         return tmp_path / name
 
@@ -61,7 +61,7 @@ def plain(monkeypatch):
     """Runs in this process have one name, draw random numbers in each step, and no pictures, which take long."""
     from faults import draw
 
-    monkeypatch.setattr("trainer.loop.draw_losses", lambda *_, **__: None)
+    monkeypatch.setattr("trainer.records.draw_losses", lambda *_, **__: None)
     monkeypatch.setattr("trainer.run_dir.git_commit", lambda: None)
     monkeypatch.setattr("secrets.token_hex", lambda n: "0" * 2 * n)
     hook = register_optimizer_step_pre_hook(functools.partial(draw, 1))

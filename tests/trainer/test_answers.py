@@ -1,7 +1,6 @@
 """The loss on answers, and runs on conversations that begin with the weights of a run on text."""
 
 import math
-import random
 import re
 from itertools import pairwise
 
@@ -190,48 +189,3 @@ def test_a_model_without_rows_for_the_markers_is_refused_in_one_line(
     assert (gpt.config.n_vocab, gpt.config.n_vocab_padded, tokenizer.name) == (261, 320, "bytes+chat")
     assert "val_loss" in [*read_metrics(tmp_path / "chat" / "metrics.jsonl")][-1]
     assert command("train", f"run_dir={tmp_path / 'chat'}", "max_steps=4").status == 0, "a run keeps its own settings"
-
-
-NAMES = "Ann Bob Cid Dan Eve Fay Gus Hal Ida Jon Kim Leo Mia Ned Ola Pat".split()  # noqa: SIM905
-THINGS = "red blue green pink gray gold black white plums figs tea rice bread jam nuts corn".split()  # noqa: SIM905
-
-
-def facts(rng):
-    n = rng.randrange(2, 5)
-    return [f"{who} likes {what}." for who, what in zip(rng.sample(NAMES, n), rng.sample(THINGS, n), strict=True)]
-
-
-def talk(rng):
-    messages = [("system", " ".join(known := facts(rng)))]
-    for fact in rng.sample(known, 2):
-        messages += [("user", f"What does {fact.split()[0]} like?"), ("assistant", fact)]
-    return {"messages": [{"role": role, "content": text} for role, text in messages]}
-
-
-def right_answers(gpt, tokenizer, ids):
-    """Whether each answer in ids is what the model writes, if it always takes the likeliest token."""
-    with torch.no_grad():
-        likeliest = gpt(torch.tensor([ids]))[0].argmax(-1).tolist()
-    starts = [i for i, token in enumerate(ids) if token == tokenizer.assistant_id]
-    return [likeliest[i : (end := ids.index(tokenizer.end_id, i))] == ids[i + 1 : end + 1] for i in starts]
-
-
-@pytest.mark.slow
-def test_a_small_model_learns_to_answer_questions_that_it_has_not_seen(make_dataset, command, tmp_path):
-    """It finds the facts in the system's message, and says them in the words of the text that it began with."""
-    rng = random.Random(0)
-    texts = [{"text": " ".join([*(known := facts(rng)), *rng.sample(known, 2)])} for _ in range(3000)]
-    text, chat = make_dataset(documents=texts), make_dataset(documents=[talk(rng) for _ in range(3000)], data="chat")
-    run, usual = ["train", "runtime.device=cpu", "eval.batches=2"], ["eval.every=200", "checkpoint.every=200"]
-    base = [f"run_dir={tmp_path / 'base'}", f"dataset_dir={text}", "max_steps=200", "schedule.warmup_steps=20"]
-    assert command(*run, *usual, "experiment=quickstart", *base).status == 0
-    tuned = [f"run_dir={tmp_path / 'chat'}", f"init_from={tmp_path / 'base'}", f"dataset_dir={chat}"]
-    tuned += ["seq_len=256", "batch_tokens=2048", "max_steps=120", "schedule.warmup_steps=10"]
-    assert command(*run, *usual, "experiment=chat", *tuned).status == 0
-    gpt, tokenizer = load_model(tmp_path / "chat")
-    stream = TokenStream(chat, read_manifest(chat), "val")
-    ids = stream.read(0, stream.n_tokens).tolist()
-    ends = [i for i, token in enumerate(ids) if token == tokenizer.eot_id][:101]
-    right = [yes for a, b in pairwise(ends) for yes in right_answers(gpt, tokenizer, ids[a:b])]
-    assert len(right) == 200
-    assert sum(right) > 140, "169 at the commit that set the learning rate; a guess among the facts is right 72 times"

@@ -18,7 +18,6 @@ from trainer.average import AVERAGE, Average
 from trainer.checkpoint import checkpoint_path, newest, open_model
 from trainer.distributed import World
 from trainer.loop import fit
-from trainer.state import TrainState
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -98,12 +97,6 @@ def test_what_is_exported(run_of, tmp_path, average):
     assert torch.equal(exported[f"gpt.{norm}"], expected[norm])
     assert not torch.equal(weights[norm], means[norm])
     assert ("averaged weights" in (tmp_path / "out" / "README.md").read_text()) == average
-
-
-def test_a_state_from_before_there_were_averages_is_read(run_of):
-    state = json.loads((newest(run_of()) / "state.json").read_text())
-    assert state.pop("average") is None
-    assert decode(TrainState, state | {"batch_doublings": []}).average is None
 
 
 @pytest.mark.parametrize(("before", "now", "said"), [(None, 0.4, "0.4 (checkpoint: null)"), (0.4, None, "null (check")])

@@ -16,7 +16,7 @@ import json, sys
 import torch
 from common.settings import decode
 from model.gpt import GPT, GPTConfig
-from trainer.long import share_sequences
+from trainer.long_sequences import share_sequences
 from trainer.distributed import SequenceGroup, join_world
 
 sent, send = [], SequenceGroup.send

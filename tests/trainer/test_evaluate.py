@@ -15,7 +15,7 @@ from model.gpt import GPT
 from trainer.distributed import World
 from trainer.loop import fit
 from trainer.losses import evaluate
-from trainer.runtime import Runtime, open_runtime
+from trainer.runtime import open_runtime
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -59,20 +59,6 @@ def direct_nats(gpt, tokens):
             p = gpt(window[None, :-1])[0].softmax(-1)
             nats += -p[torch.arange(len(window) - 1), window[1:]].log().sum().item()
     return nats
-
-
-def test_every_piece_of_a_long_window_counts_as_progress(gpt, val, dataset_dir):
-    """Pieces of one window can take longer than runtime.hang_seconds."""
-    places = []
-
-    class Noted(World):
-        def at(self, place):
-            places.append(place)
-
-    windows, runtime = EvalBatches(val, SEQ_LEN, 1), Runtime(torch.device("cpu"), torch.float64)
-    lengths = torch.from_numpy(load_tokenizer(dataset_dir / "tokenizer.json").byte_lengths)
-    evaluate(gpt, windows, lengths, 1, runtime, Noted(torch.device("cpu")), piece=10)
-    assert places == ["evaluating window 0"] * 5
 
 
 @pytest.mark.parametrize("micro_batch", [1, 7, 1000])

@@ -25,7 +25,7 @@ def test_an_experiment_is_planned_within_its_time(command, monkeypatch, name, ho
 @pytest.mark.parametrize("name", ["pile_125m_2h", "fineweb_124m"])
 def test_an_experiment_starts(command, dataset_dir, tmp_path, name):
     options = [f"experiment={name}", f"dataset_dir={dataset_dir}", f"run_dir={tmp_path / 'run'}"]
-    result = command("train", *options, *SMALL.split(), "stop_at=40", "runtime.device=cpu")
+    result = command("train", *options, *SMALL.split(), "stop_at=40", "runtime.device=cpu", "runtime.micro_batch=4")
     assert result.status == 0, result.err
     assert newest(tmp_path / "run").name == "step-00000040"
     losses = [row["loss"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in row]

@@ -1,19 +1,17 @@
 """init_from: a run begins with the weights of a checkpoint, on any dataset of the same tokenizer."""
 
-import json
 import shutil
 
 import pytest
 import torch
 from alone import open_run
 from test_torchrun import assert_same_checkpoint
-from torch.distributed import HashStore
 
 from common.settings import UserError
-from trainer.checkpoint import load_model, open_checkpoint
+from trainer.checkpoint import find_checkpoint, load_model, open_checkpoint
 from trainer.distributed import World
+from trainer.init_from import load_weights
 from trainer.loop import fit
-from trainer.start import find_checkpoint, take_weights
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -105,16 +103,23 @@ def test_the_size_of_the_vocabulary_need_not_be_given(tiny_args, command, make_d
     assert open_checkpoint(tmp_path / "sweep" / "seed=2").state.model.n_vocab == 260
 
 
+class Second(World):
+    """The second of two processes, of which the first is not there."""
+
+    def exchange(self, value):
+        return [self.of_first, value]
+
+
 def test_processes_that_do_not_see_the_same_checkpoint_are_refused(tiny, tmp_path):
     """As where each machine has a disk of its own."""
     fit(tiny({"stop_at": 2}))
     gpt, tokenizer = load_model(tmp_path / "run")
-    world = World(torch.device("cpu"), rank=1, size=2, store=HashStore())
-    world.store.set("init_from/0", json.dumps({"the weights of init_from": "others"}))
+    world = Second(torch.device("cpu"), rank=1, size=2)
+    vars(world)["of_first"] = {"the weights of init_from": "others"}
     with pytest.raises(UserError, match=r"^process 1 differs from process 0 in the weights of init_from="):
-        take_weights(gpt, tmp_path / "run", tokenizer, world)
+        load_weights(gpt, tmp_path / "run", tokenizer, world)
     for step, why in ((2, "its weights are others"), (3, "")):
-        world.store.set("checkpoint/0", json.dumps((f"step-0000000{step}", "others")))
+        vars(world)["of_first"] = (f"step-0000000{step}", "others")
         message = f"process 1 cannot see .*step-0000000{step} as the main process does .*{why}.*: put run_dir where all"
         with pytest.raises(UserError, match=message):
             find_checkpoint(tmp_path / "run", world)

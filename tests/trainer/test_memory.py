@@ -13,8 +13,7 @@ from model.gpt import GPT, GPTConfig
 from model.ops import linear_cross_entropy
 from model.ops.log_attention import chunks
 from model.state import state_bytes
-from trainer.distributed import World
-from trainer.long import states_before
+from trainer.long_sequences import states_before
 from trainer.memory import step_memory
 from trainer.optim import AdamWConfig
 from trainer.runtime import Runtime
@@ -137,7 +136,7 @@ STATES = {
 def test_states_between_pieces_are_counted(changes, dtype):
     gpt, ids = GPT(config_of(**changes)), torch.randint(1000, (B, T))
     cut = Runtime(torch.device("cpu"), dtype, 128)
-    before = states_before(SummedLoss(gpt), ids.split(128, dim=1), cut, World(cut.device))
+    before = states_before(SummedLoss(gpt), ids.split(128, dim=1), cut)
     # A longer sequence has more pieces, and nothing else.
     four = step_memory(gpt, B, 2 * T, cut).peak - step_memory(gpt, B, T, cut).peak
     found = state_bytes(before[-1])
@@ -203,33 +202,6 @@ def test_the_peak_falls_as_predicted(recompute):
     allocated = allocated_peak(gpt, torch.float32)
     assert predicted == pytest.approx(allocated, rel=0.15)
     assert allocated < 0.8 * plain
-
-
-CHILD = """
-import os, sys
-import torch
-from trainer.optim import AdamWConfig
-from tests.trainer.test_memory import GPT, config_of, loss_of, runtime, step_memory
-torch.set_num_threads(1)
-def resident(which):
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(which)) * 1024
-loss_of(GPT(config_of(*sys.argv[1:])), torch.float32, 1).backward()  # what libraries take for themselves
-before = resident("VmRSS")
-gpt = GPT(config_of(*sys.argv[1:], n_layer=4, n_embd=128))
-optimizer = AdamWConfig(name="adamw").build(gpt)
-for _ in range(2):
-    loss_of(gpt, torch.float32, 4).backward()
-optimizer.step()
-print(step_memory(gpt, 4, 512, runtime(torch.float32)).peak / (resident("VmHWM") - before))
-"""
-
-
-@pytest.mark.parametrize("model", [("log_space", "glu"), ("softmax", "mlp")], ids="-".join)
-@pytest.mark.slow
-def test_the_peak_is_what_a_process_takes(model, run_process, monkeypatch):
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**20))  # what is freed goes back to the system
-    (child,) = run_process(["-c", CHILD, *model])
-    assert float(child.out.split()[-1]) == pytest.approx(1, rel=0.15)
 
 
 def test_processes_share_or_send():

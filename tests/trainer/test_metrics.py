@@ -181,20 +181,6 @@ def test_a_full_disk_costs_no_line(disk, path, opened, capsys, room):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("way", ["sync", "close"])
-def test_lines_that_wait_are_written_by_whatever_comes_next(disk, path, way):
-    log = MetricsLog(path, resumed_at=0)
-    log.write(train(1))
-    fill, make_space = disk
-    fill()
-    last = written_until_full(log, path, first=2)
-    make_space()
-    getattr(log, way)()
-    assert steps(path) == list(range(1, last + 1))
-    if way != "close":
-        log.close()
-
-
 def test_a_full_disk_at_the_end_is_an_error_and_does_not_keep_a_run_from_going_back(disk, path):
     """The file is truncated, not copied."""
     (fill, _), log = disk, MetricsLog(path, resumed_at=0)
@@ -257,19 +243,3 @@ def test_a_line_does_not_wait_for_a_sync_in_another_thread(path, opened, monkeyp
     log.write(train(4))
     log.sync()
     assert steps(path) == [1, 2, 3, 4]
-
-
-def test_syncs_of_another_thread_lose_no_line(path, opened):
-    log, ended = opened(), threading.Event()
-
-    def sync():
-        while not ended.is_set():
-            log.sync()
-
-    thread = threading.Thread(target=sync)
-    thread.start()
-    for step in range(1, 2001):
-        log.write(train(step))
-    ended.set()
-    thread.join(60)
-    assert steps(path) == list(range(1, 2001))

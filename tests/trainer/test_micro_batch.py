@@ -1,4 +1,4 @@
-"""runtime.micro_batch=auto finds the largest size that fits, whatever limits the memory."""
+"""runtime.micro_batch=auto finds the largest size that fits. Trials run on the CPU, whose memory is said to be a GPU's."""
 
 import math
 import weakref
@@ -6,7 +6,6 @@ import weakref
 import pytest
 import ranks
 import torch
-from alone import open_run
 from faults import metrics
 from test_torchrun import assert_same_steps
 from torch import nn
@@ -14,10 +13,8 @@ from torch import nn
 from common.memory import available_memory, out_of_memory
 from common.settings import UserError, decode
 from model.gpt import GPT, GPTConfig
-from trainer import micro_batch
 from trainer.checkpoint import newest, open_checkpoint
 from trainer.distributed import World
-from trainer.memory import Memory, memory_of
 from trainer.micro_batch import choose_micro_batch
 from trainer.runtime import Runtime
 from trainer.step import SummedLoss
@@ -25,39 +22,7 @@ from trainer.step import SummedLoss
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
 CPU = Runtime(torch.device("cpu"), torch.float32)
-ALONE = World(CPU.device)
 GB = 10**9
-
-
-@pytest.mark.parametrize(("share", "warns"), [(0.75, False), (0.85, True)])
-def test_a_plan_of_most_of_the_memory_is_said_before_the_model_is_made(tiny, monkeypatch, capsys, share, warns):
-    config = tiny()
-    with torch.device("meta"):
-        gpt = GPT(config.model)
-    room = int(memory_of(gpt, config, CPU, 1, 2).peak / share)
-    monkeypatch.setattr(micro_batch, "available_memory", lambda: room)
-    open_run(config)
-    assert ("GB are available: use a smaller model, seq_len or" in capsys.readouterr().err) == warns
-
-
-# What child processes begin with: a weight of 64 MiB, and 16 MiB that each sequence has kept for its backward pass.
-CHILD = """
-import os, sys, torch
-from torch import nn
-from trainer.distributed import World, join_world
-from trainer.micro_batch import choose_micro_batch
-from trainer.runtime import Runtime
-
-class Wide(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2**24))
-
-    def forward(self, ids, targets):
-        return (torch.ones(len(ids), 2**21) * self.weight[0]).exp().sum()
-
-runtime = Runtime(torch.device("cpu"), torch.float32)
-"""
 
 
 class Limited(nn.Module):
@@ -71,6 +36,8 @@ class Limited(nn.Module):
         self.held = []
 
     def forward(self, ids, targets):
+        assert ids.shape == targets.shape == (len(ids), 16)
+        assert self.weight.grad is not None, "a trial has the gradients of the micro-batch before"
         self.sizes.append(len(ids))
         x = torch.ones(len(ids), 100) * self.weight[0]
         self.held.append(weakref.ref(x))
@@ -84,20 +51,23 @@ class Limited(nn.Module):
         raise self.error or torch.OutOfMemoryError("CUDA out of memory: injected")
 
 
-def tiny_gpt(attention="log_space", position="log_recurrence", block="mlp", n_embd=16):
-    raw = {"n_vocab": 257, "n_layer": 2, "n_head": 2, "n_embd": n_embd, "block": {"name": block}}
-    raw |= {"attention": {"name": attention}, "position": {"name": position}}
+def tiny_gpt():
+    raw = {"n_vocab": 257, "n_layer": 2, "n_head": 2, "n_embd": 16, "block": {"name": "mlp"}}
+    raw |= {"attention": {"name": "log_space"}, "position": {"name": "log_recurrence"}}
     torch.manual_seed(0)
     return SummedLoss(GPT(decode(GPTConfig, raw)))
 
 
-def choose(module, share, predict=lambda size: 0):
-    return choose_micro_batch(module, share, 16, predict, CPU, ALONE)
+@pytest.fixture
+def choose(monkeypatch):
+    """Chooses among at most so many sequences."""
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (0, 1000))
+    return lambda module, share: choose_micro_batch(module, share, 16, CPU, World(CPU.device))
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("share", [1, 2, 7, 20])
-def test_the_largest_that_fits_is_found(where, share, capsys):
+def test_the_largest_that_fits_is_found(choose, where, share, capsys):
     for limit in range(1, share + 2):
         module = Limited(limit, where)
         chosen = choose(module, share)
@@ -109,20 +79,15 @@ def test_the_largest_that_fits_is_found(where, share, capsys):
         assert module.weight.grad is None
 
 
-def test_not_even_one_is_a_line_for_the_user(monkeypatch):
+def test_not_even_one_is_a_line_for_the_user(choose):
     with pytest.raises(UserError, match=r"one sequence does not fit in the [\d.]+ GB of the CPU"):
         choose(Limited(0), 8)
-    monkeypatch.setattr(micro_batch, "available_memory", lambda: 1000)
-    module = Limited(1000)
-    with pytest.raises(UserError, match="one sequence does not fit"):
-        choose(module, 20, lambda size: 501 * size)
-    assert module.sizes == [], "no trial is needed where the prediction is enough"
 
 
 @pytest.mark.parametrize(
     "error", [RuntimeError("shapes do not match"), ValueError("out of memory"), KeyboardInterrupt()]
 )
-def test_other_errors_pass(error):
+def test_other_errors_pass(choose, error):
     module = Limited(2, error=error)
     with pytest.raises(type(error)) as caught:
         choose(module, 8)
@@ -144,7 +109,7 @@ def test_what_means_that_memory_is_out():
     assert not out_of_memory(OSError(28, "No space left on device"))
 
 
-def test_it_leaves_no_trace():
+def test_it_leaves_no_trace(choose):
     module, same = tiny_gpt(), tiny_gpt()
     random = torch.get_rng_state()
     assert choose(module, 4) == 4
@@ -154,43 +119,20 @@ def test_it_leaves_no_trace():
         assert torch.equal(p, q)
 
 
-def test_a_trial_has_the_gradients_of_the_micro_batch_before():
-    seen = []
-
-    class Watched(Limited):
-        def forward(self, ids, targets):
-            assert ids.shape == targets.shape == (len(ids), 16)
-            assert ids.dtype == targets.dtype == torch.int64
-            seen.append(self.weight.grad is not None)
-            return super().forward(ids, targets)
-
-    assert choose(Watched(9), 1) == 1
-    assert seen == [True]
-
-
-def test_what_was_compiled_for_trials_is_forgotten():
+def test_what_was_compiled_for_trials_is_forgotten(choose):
     shapes = []
 
     def backend(graph, inputs):
         shapes.append([tuple(x.shape) for x in inputs if isinstance(x, torch.Tensor) and x.dtype == torch.int64])
         return graph.forward
 
-    module = Limited(1000)
+    module = tiny_gpt()
     module.compile(backend=backend)
     assert choose(module, 6) == 6
     shapes.clear()
     module(*torch.zeros(2, 6, 16, dtype=torch.int64))
     assert shapes  # compiled again,
     assert all(isinstance(n, int) for shape in shapes[0] for n in shape)  # for this size alone
-
-
-@pytest.mark.parametrize(("fit", "processes"), [(1, 1), (5, 1), (5, 2), (12, 1)])
-def test_no_more_than_half_of_a_cpus_memory_is_tried(fit, processes, monkeypatch):
-    monkeypatch.setattr(micro_batch, "available_memory", lambda: 2 * processes * (100 + 10 * fit) + 7)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-    module = Limited(1000)
-    assert choose(module, 20, lambda size: 100 + 10 * size) == fit
-    assert max(module.sizes) == fit
 
 
 def group(folder, limit, used, cache):
@@ -220,107 +162,56 @@ def test_available_memory_is_what_the_tightest_control_group_leaves(tmp_path):
     assert available_memory(proc, cgroups) == 0
 
 
-LIMIT = f"""{CHILD}
-import resource
-
-def leave(mebibytes):
-    used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (used + mebibytes * 2**20, resource.RLIM_INFINITY))
-
-def train(size):
-    for _ in range(2):
-        module(*torch.zeros(2, size, 16, dtype=torch.int64)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-from trainer import micro_batch
-module, world = Wide(), World(runtime.device)
-optimizer = torch.optim.AdamW(module.parameters(), fused=True)
-"""
-
-
 @pytest.mark.slow
-def test_a_limit_of_the_process_counts_as_its_memory_which_may_run_out_for_real(run_process):
-    tried = f"""{LIMIT}
-leave(600)
-chosen = choose_micro_batch(module, 1000, 16, lambda size: 0, runtime, world)
-train(chosen // 2)
-print(chosen)
-"""
-    predicted = f"""{LIMIT}
-leave(1200)
-chosen = choose_micro_batch(module, 1000, 16, lambda size: (64 + 16 * size) * 2**20, runtime, world)
-train(chosen)
-print(chosen)
-"""
-    children = run_process(["-c", tried], ["-c", predicted])
-    chosen = [int(child.out.split()[-1]) for child in children]
-    # 600 MiB less the gradient, and another that is added to it, of 64 MiB each; or half of 1,200 MiB.
-    assert 1 < chosen[0] <= (600 - 2 * 64) // 16
-    assert 20 <= chosen[1] <= (600 - 64) // 16
-    assert " in the 1.3 GB of the CPU" in children[1].out
+def test_two_processes_agree_on_what_the_poorer_one_can_do():
+    script = """
+import torch
+from tests.trainer.test_micro_batch import CPU, Limited, choose_micro_batch
+from trainer.distributed import join_world
 
-
-@pytest.mark.slow
-def test_two_processes_agree_on_what_the_poorer_one_can_do_and_sharded_weights_want_a_number():
-    script = f"""{CHILD}
-from common.settings import UserError
-from tests.trainer.test_micro_batch import Limited, tiny_gpt
-with join_world(runtime.device) as world:
+torch.cuda.mem_get_info = lambda device: (0, 1000)
+with join_world(CPU.device) as world:
     for where in ("forward", "backward"):
         module = world.wrap(Limited((5, 3)[world.rank], where))
-        chosen = choose_micro_batch(module, 16, 16, lambda size: 0, runtime, world)
+        print("chosen", choose_micro_batch(module, 16, 16, CPU, world))
         module.module.limit = 1000
+        module.module.weight.grad = torch.zeros(3)
         module(*torch.zeros(2, 1 + world.rank, 16, dtype=torch.int64)).backward()  # gradients are shared as ever
-        print("chosen", chosen, "gradient", module.module.weight.grad[0].item())
-    try:
-        choose_micro_batch(world.wrap(tiny_gpt(), fsdp=True), 16, 16, lambda size: 0, runtime, world)
-    except UserError as error:
-        print("refused:", error)
+        print("gradient", module.module.weight.grad[0].item())
 """
     for rank, result in enumerate(ranks.run(2, "-c", script)):
-        lines = [line.split() for line in result.out.splitlines() if line.startswith("chosen")]
-        assert [int(line[1]) for line in lines] == [3, 3]
-        for line in lines:
-            assert float(line[3]) == pytest.approx(1.5 * 100 * math.e, rel=1e-6)  # the mean of one and two sequences
+        lines = [line.split() for line in result.out.splitlines()]
+        assert [int(line[1]) for line in lines if line[0] == "chosen"] == [3, 3]
+        gradients = [float(line[1]) for line in lines if line[0] == "gradient"]
+        assert gradients == pytest.approx([1.5 * 100 * math.e] * 2, rel=1e-6)  # the mean of one and two sequences
         assert result.out.count("micro_batch=auto: 3") == (2 if rank == 0 else 0)
-        assert "refused: runtime.micro_batch=auto" in result.out
-        assert "give a number" in result.out
-
-
-@pytest.fixture
-def room_for(monkeypatch):
-    """Simulates a machine on which half of the memory is enough for so many sequences."""
-
-    def room_for(sequences):
-        monkeypatch.setattr("trainer.start.step_memory", lambda gpt, size, *rest, **settings: Memory(0, 0, 0, size, 0))
-        monkeypatch.setattr(micro_batch, "available_memory", lambda: 2 * sequences)
-
-    return room_for
 
 
 def test_a_run_has_the_losses_of_any_other_micro_batch_and_keeps_what_was_chosen(
-    command, room_for, tiny_args, tmp_path
+    command, tiny_args, tmp_path, monkeypatch
 ):
     args = [*tiny_args, "eval.every=5"]
-    one = command("train", *args, "runtime.micro_batch=1", f"run_dir={tmp_path / 'one'}")
+    assert command("train", *args, "runtime.micro_batch=1", f"run_dir={tmp_path / 'one'}").status == 0
+    monkeypatch.setattr("trainer.start._check_auto", lambda *_: None)
+    monkeypatch.setattr("trainer.start.choose_micro_batch", lambda *_: 3)  # which does not divide 4 sequences
     args += ["runtime.micro_batch=auto"]
-    room_for(3)  # which does not divide the batch's 4 sequences
-    whole = command("train", *args, f"run_dir={tmp_path / 'whole'}")
+    assert command("train", *args, f"run_dir={tmp_path / 'whole'}").status == 0
     assert command("train", *args, "stop_at=2").status == 0
-    room_for(1)
-    rest = command("train", *args)
-    assert one.status == whole.status == rest.status == 0, whole.err + rest.err
-    assert "micro_batch=auto" not in one.out
-    assert whole.out.count("runtime.micro_batch=auto: 3 of up to 4 sequences, in the 0.0 GB of ") == 1
-    assert "1 of up to" not in rest.out
-    assert "resuming" in rest.out
+    monkeypatch.setattr("trainer.start.choose_micro_batch", lambda *_: 1)
+    assert "resuming" in command("train", *args).out
     assert_same_steps(tmp_path / "one", tmp_path / "whole", tolerance=1e-5)
     a, b = (newest(tmp_path / name) for name in ("whole", "run"))
     assert open_checkpoint(a).state.micro_batch == open_checkpoint(b).state.micro_batch == 3
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "run")
+
+
+def test_on_a_cpu_it_wants_a_number(command, tiny_args):
+    refused = command("train", *tiny_args, "runtime.micro_batch=auto")
+    assert refused.status == 1
+    assert "runtime.micro_batch=auto needs a GPU" in refused.err
+    assert refused.err.endswith("give a number, such as runtime.micro_batch=8\n")
 
 
 @pytest.mark.gpu(alone=True)
@@ -331,7 +222,7 @@ def test_a_gpus_memory_is_used_but_for_a_reserve():
     free, total = torch.cuda.mem_get_info()
     others = torch.empty(max(0, free - total // 10), dtype=torch.uint8, device="cuda")  # a tenth is left, half reserved
     before = torch.cuda.memory_allocated()
-    chosen = choose_micro_batch(module, 2**16, 512, lambda size: 0, runtime, World(runtime.device))
+    chosen = choose_micro_batch(module, 2**16, 512, runtime, World(runtime.device))
     assert 1 <= chosen < 2**16
     assert torch.cuda.memory_allocated() <= before + 2**26  # but for what libraries keep
     for _ in range(2):

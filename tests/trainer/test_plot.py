@@ -48,15 +48,15 @@ def test_a_picture_of(lines, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 1000])
-def test_a_curve_is_in_stretches_of_equally_many_values(n):
+def test_a_curve_is_in_bins_of_equally_many_values(n):
     values, curve = np.random.default_rng(n).normal(size=n), Curve(most=8)
     for i, value in enumerate(values):
         curve.add(i, value)
     size = next(size for size in (1, 2, 4, 128) if n <= 8 * size)
     parts = [values[i : i + size] for i in range(0, n, size)]
-    assert [(s.count, s.low, s.high) for s in curve.stretches] == [(len(p), p.min(), p.max()) for p in parts]
-    assert [s.mean for s in curve.stretches] == pytest.approx([p.mean() for p in parts])
-    assert [s.place for s in curve.stretches] == [min(i + size, n) - 1 for i in range(0, n, size)]
+    assert [(s.count, s.low, s.high) for s in curve.bins] == [(len(p), p.min(), p.max()) for p in parts]
+    assert [s.mean for s in curve.bins] == pytest.approx([p.mean() for p in parts])
+    assert [s.place for s in curve.bins] == [min(i + size, n) - 1 for i in range(0, n, size)]
 
 
 def test_huge_values_have_a_mean():

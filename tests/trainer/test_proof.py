@@ -123,7 +123,7 @@ def test_all_processes_leave_out_what_one_finds_wrong(sizes):
     world = World(torch.device("cpu"))
     local = sizes[0]
 
-    def exchange(name, value):
+    def exchange(value):
         assert value == Difference(local, "w", 1.0, 2.0)
         return [list(value), [sizes[1] if local == sizes[0] else 0.0, "w", 1.0, 2.0]]
 

@@ -12,8 +12,9 @@ from faults import LimitedFiles, SmallDisk, assert_same, is_whole, result, steps
 
 from common.settings import UserError
 from trainer.checkpoint import CheckpointConfig, checkpoint_path, open_checkpoint, retain
-from trainer.loop import Records, fit
+from trainer.loop import fit
 from trainer.losses import Loss
+from trainer.records import Records
 
 pytestmark = pytest.mark.usefixtures("restored_torch", "plain")
 

@@ -253,7 +253,7 @@ def _curves(lines: Iterable[JsonDict], flops_per_token: float | None) -> dict[st
     points = {
         key: [
             {**part.place, "value": part.mean, "low": part.low, "high": part.high}
-            for part in curve.stretches
+            for part in curve.bins
         ]
         for key, curve in train.items()
     }

@@ -1,7 +1,6 @@
 """Transfer across sizes: against CompleteP's table, at the tuned size, and by activations over width and depth."""
 
 import math
-from statistics import mean, stdev
 
 import pytest
 import torch
@@ -9,30 +8,19 @@ from torch.func import functional_call
 
 from common.settings import UserError, decode
 from model.gpt import GPT, GPTConfig
+from trainer.mup import scale_weights
 from trainer.optim import AdamWConfig, MuonConfig, block_matrices, orthogonal
-from trainer.transfer import scale_weights
 
 BASE = {"n_embd": 32, "n_layer": 2}
 OPTIMS = {"adamw": AdamWConfig, "muon": MuonConfig}
 BLOCKS = ("mlp", "glu")
 N_VOCAB = 32
 FLAGSHIP = {"name": "log_space", "decay": "head", "product": True, "d_key": 8, "gate": "silu", "conv": 4}
+SOFTMAX = {"name": "softmax"}
 LINEAR = {"name": "linear", "decay": "head", "qk_norm": True}
-MECHANISMS = [
-    {"name": "softmax"},
-    FLAGSHIP,
-    LINEAR,
-    {"name": "log_space_signed", "decay": "head"},
-    {"name": "projection"},
-    {"name": "softmax", "decay": "head"},
-    {"name": "longformer", "window": 4, "n_global": 2},
-    {"name": "sliding_window", "window": 4},
-    {"name": "strided", "stride": 4, "merge": True},
-    {"name": "fixed", "size": 4, "width": 1, "merge": True},
-]
 
 
-def gpt_of(n_embd, n_layer=2, block="mlp", attention=MECHANISMS[0], position="none", seed=2, **changes):
+def gpt_of(n_embd, n_layer=2, block="mlp", attention=SOFTMAX, position="none", seed=2, **changes):
     """Heads have 8 features at every width."""
     sizes = {"n_vocab": N_VOCAB, "n_embd": n_embd, "n_layer": n_layer, "n_head": n_embd // 8}
     parts = {"attention": attention, "block": {"name": block}, "position": {"name": position}}
@@ -227,28 +215,6 @@ CHECKS = pytest.mark.parametrize(("check", "over"), [(width_slopes, (32, 64, 128
 def test_activations_are_as_large_in_large_models(check, over, optim, block):
     assert not_flat(check(over, optim, BASE, block=block), check) == {}
     assert max(check(over, optim, None, block=block).values()) > 0.25
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("optim", "block"), [("adamw", "mlp"), ("muon", "glu")])
-@pytest.mark.parametrize("attention", MECHANISMS, ids=lambda attention: "-".join(map(str, attention.values())))
-@CHECKS
-def test_activations_of_every_mechanism_are_as_large_in_large_models(check, over, attention, block, optim):
-    """Means of three seeds are within the limits, or within their standard error of them."""
-    seeds = [check(over, optim, BASE, block=block, attention=attention, seed=seed) for seed in (1, 2, 3)]
-    found = {name: [slopes[name] for slopes in seeds] for name in seeds[0]}
-    error = {name: stdev(values) / len(values) ** 0.5 for name, values in found.items()}
-    nearest = {
-        name: math.copysign(max(abs(mean(values)) - error[name], 0), mean(values)) for name, values in found.items()
-    }
-    assert not_flat(nearest, check) == {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("optim", "position"), [("adamw", "log_recurrence"), ("muon", "learned")])
-def test_activations_are_as_large_at_a_width_of_1024(optim, position):
-    slopes = width_slopes((64, 256, 1024), optim, BASE, attention=FLAGSHIP, position=position)
-    assert not_flat(slopes, width_slopes) == {}
 
 
 def test_sizes_that_no_model_has_are_refused():

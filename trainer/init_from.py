@@ -1,0 +1,99 @@
+"""Weights of another run, from which a new run starts: init_from."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.console import say
+from common.settings import UserError, differences
+from data.tokenizer import Tokenizer, load_tokenizer
+from model.gpt import GPT, GPTConfig
+from trainer.checkpoint import Checkpoint, open_model, read_weights
+from trainer.distributed import World
+from trainer.run_dir import changes_of
+
+_BY_ID = ("embed.weight", "output.weight")
+"""Parameters with a row for each id."""
+
+
+def open_source(
+    path: Path, config: GPTConfig, tokenizer: Tokenizer
+) -> tuple[Checkpoint, Tokenizer]:
+    """Open the checkpoint init_from=path, for a run with this model and tokenizer.
+
+    The tokenizer may have markers that the checkpoint's tokenizer lacks. Their rows of the
+    embedding are padding rows of the checkpoint, or new rows by another model.pad_vocab.
+
+    Returns:
+        The checkpoint and its tokenizer.
+
+    Raises:
+        UserError: there is no whole checkpoint, or it has another model or tokenizer.
+    """
+    source = open_model(path, key="init_from")
+    trained = load_tokenizer(source.path / "tokenizer.json")
+    if not tokenizer.extends(trained.sha256):
+        what = f"init_from={path} was trained with the tokenizer {_described(trained)}"
+        remedy = "prepare the dataset with the model's tokenizer"
+        if trained.extends(tokenizer.sha256):
+            remedy = "a chat model goes on with data=chat"
+        raise UserError(f"{what}, and the dataset has {_described(tokenizer)}: {remedy}")
+    model = source.state.model
+    ours = config.model_dump(mode="json")
+    theirs = model.model_dump(mode="json")
+    if tokenizer.n_vocab > trained.n_vocab:
+        if tokenizer.n_vocab > model.n_vocab_padded and config.pad_vocab == model.pad_vocab:
+            what = f"init_from={path} has rows for {model.n_vocab_padded} ids"
+            what += f", and the dataset has {tokenizer.n_vocab}, with its markers"
+            raise UserError(f"{what}: add rows by model.pad_vocab={max(64, 2 * model.pad_vocab)}")
+        if config.n_vocab_padded >= model.n_vocab_padded:
+            theirs |= {key: ours[key] for key in ("n_vocab", "pad_vocab")}
+    changed = differences({"model": ours}, {"model": theirs})
+    if changed:
+        listed = ", ".join(changes_of(changed, "here:"))
+        remedy = "leave out the model and its settings: they are those of init_from"
+        raise UserError(f"init_from={path} has another model: {listed}; {remedy}")
+    return source, trained
+
+
+def _described(tokenizer: Tokenizer) -> str:
+    return f"{tokenizer.name} (n_vocab {tokenizer.n_vocab})"
+
+
+def load_weights(gpt: GPT, path: Path, tokenizer: Tokenizer, world: World) -> None:
+    """Load the weights of the checkpoint init_from=path into a model: averaged ones if it has any.
+
+    Raises:
+        UserError: as `open_source`; or the processes do not all find the same checkpoint.
+    """
+    source, trained = open_source(path, gpt.config, tokenizer)
+    with torch.device("meta"):
+        source_gpt = GPT(source.state.model)
+    weights = gpt.state_dict()
+    rows = world.rows(weights)
+    world.check_equal({"the weights of init_from": source.identity()})
+    rows_to_read = {name: slice_ for name, slice_ in rows.items() if name not in _BY_ID}
+    stored = read_weights(source, source_gpt, rows=rows_to_read)
+    with torch.no_grad():
+        for name, value in weights.items():
+            loaded = stored[name]
+            if name in _BY_ID:
+                table = _extended(loaded, trained.n_vocab, tokenizer.n_vocab, len(value))
+                loaded = table[rows.get(name, slice(None))]
+            world.local(value).copy_(loaded)
+    averaged = "" if source.state.average is None else "averaged "
+    say(f"starting from the {averaged}weights of {source.path}")
+
+
+def _extended(table: Tensor, n_trained: int, n_ids: int, n_rows: int) -> Tensor:
+    """Return a table (rows, n_embd) with n_rows rows.
+
+    Rows of ids from n_trained to n_ids, and added rows, are the mean of the trained ones, so their
+    logits are the mean of all logits (Hewitt 2021,
+    https://nlp.stanford.edu/~johnhew/vocab-expansion.html). Rows that pad the table stay.
+    """
+    known = table[:n_trained]
+    rest = table[n_ids:]
+    new = known.mean(0, keepdim=True).expand(n_rows - n_trained - len(rest), -1)
+    return torch.cat([known, new[: n_ids - n_trained], rest, new[n_ids - n_trained :]])

@@ -1,0 +1,171 @@
+"""Sequences too long for one pass: in chunks one after the other, or split among processes.
+
+Both need a model whose state has one size: all that a layer must know of earlier tokens.
+
+With runtime.sequence_chunk, memory is that of a chunk, and of a state for each. A sequence is read
+twice. The first time, from its beginning and without gradients, only the state before each chunk is
+kept. The second time, the last chunk comes first: it is read again from its state, and its backward
+pass also gives the gradient of that state, which is where the backward pass of the chunk before
+begins. The sum is the gradient of the whole sequence.
+
+With runtime.context_parallel, a process takes the state from the process before it, computes its
+chunk, and passes the state after it on. It then computes its next layer while the next process
+computes this one. Gradients of states go the opposite way in the backward pass. With n processes
+and L layers, this takes (L + n - 1) / L times as long as if no process ever waited.
+"""
+
+import ctypes
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from model.gpt import GPT, GPTState
+from model.state import restored, tensors_of
+from trainer.distributed import SequenceGroup, World
+from trainer.runtime import Runtime
+
+
+def backward_in_chunks(
+    summed_loss: nn.Module,
+    token_ids: Tensor,
+    targets: Tensor,
+    runtime: Runtime,
+    world: World,
+    scale: float | Tensor,
+    sync: bool,
+) -> Tensor:
+    """Add the gradient of scale x loss of sequences; returns their summed loss, detached, float64.
+
+    Args:
+        summed_loss: a SummedLoss, possibly wrapped by World.wrap.
+        token_ids, targets: (B, T); T may be longer than runtime.sequence_chunk.
+        sync: average the gradients over the processes in the last backward pass.
+    """
+    assert runtime.sequence_chunk is not None
+    ids_of_chunks = token_ids.split(runtime.sequence_chunk, dim=1)
+    targets_of_chunks = targets.split(runtime.sequence_chunk, dim=1)
+    states = states_before(summed_loss, ids_of_chunks, runtime)
+    total = torch.zeros((), dtype=torch.float64, device=token_ids.device)
+    gradients: list[Tensor | None] | None = None  # of the state after the chunk; None: the last one
+    for number in reversed(range(len(ids_of_chunks))):
+        state = tree_map_only(Tensor, _leaf, states.pop())
+        with world.sync_gradients(summed_loss, now=sync and number == 0):
+            with runtime.autocast():
+                loss, state_after = summed_loss(
+                    ids_of_chunks[number], targets_of_chunks[number], state, True
+                )
+            roots = [loss * scale]
+            gradients_of_roots: list[Tensor | None] = [None]
+            if gradients is not None:
+                for tensor, gradient in zip(_floats(state_after), gradients, strict=True):
+                    if gradient is not None:
+                        roots.append(tensor)
+                        gradients_of_roots.append(gradient)
+            torch.autograd.backward(roots, gradients_of_roots)
+        gradients = [tensor.grad for tensor in _floats(state)]
+        total += loss.detach()
+        _return_memory(number, token_ids)
+    return total
+
+
+def states_before(
+    summed_loss: nn.Module, ids_of_chunks: tuple[Tensor, ...], runtime: Runtime
+) -> list[GPTState | None]:
+    """The state before each chunk, (B, T) ids, without gradients; None before the first."""
+    states: list[GPTState | None] = [None]
+    for number, ids in enumerate(ids_of_chunks[:-1], start=1):
+        with torch.no_grad(), runtime.autocast():
+            _, state = summed_loss(ids, None, states[-1], True)
+        states.append(state)
+        _return_memory(number, ids)
+    return states
+
+
+def _return_memory(number: int, ids: Tensor) -> None:
+    """After every fourth chunk, return freed memory to the system, because glibc keeps it.
+
+    After every chunk, it would cost 7 to 13 % of the time: memory that is new to a process is slow.
+    """
+    if ids.is_cpu and number % 4 == 0:
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "malloc_trim"):  # other C libraries do not have it
+            libc.malloc_trim(0)
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_(x.is_floating_point())
+
+
+def _floats(state: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(state) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def share_sequences(gpt: GPT, group: SequenceGroup) -> None:
+    """Let a model's modules take their states from the process before, and pass them to the next.
+
+    Only where gradients are computed: in evaluation, every process computes whole sequences.
+    """
+    gpt.call = partial(_call_in_group, group)
+
+
+def _call_in_group(
+    group: SequenceGroup, module: Any, x: Tensor, state: Any, *more: Any, **options: bool
+) -> tuple[Any, ...]:
+    """module(x, state, ...) -> (x, ..., state), with the state of the process before this one.
+
+    Gradients of states come and go with those of x.
+    """
+    if not torch.is_grad_enabled():
+        return module(x, state, *more, **options)
+    state = module.initial_state(len(x), x.device)  # before the first token
+    like = tensors_of(state)
+    if group.place > 0:
+        x, *received = _Receive.apply(x, group, *like.values())
+        state = restored(state, dict(zip(like, received, strict=True)))
+    options = dict.fromkeys(options, True)  # return_state
+    x, *results, state_after = module(x, state, *more, **options)
+    if group.place < group.size - 1:
+        to_send = [tensor.to(like[name].dtype) for name, tensor in tensors_of(state_after).items()]
+        x = _Send.apply(x, group, *to_send)
+    return x, *results, state_after
+
+
+class _Receive(torch.autograd.Function):
+    """Receives states, and sends their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: SequenceGroup, *like: Tensor) -> tuple[Tensor, ...]:
+        states = [group.receive(state, -1) for state in like]
+        ctx.group = group
+        ctx.floats = [state.is_floating_point() for state in states]
+        ctx.mark_non_differentiable(*(state for state in states if not state.is_floating_point()))
+        return x.view_as(x), *states
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        for gradient, is_float in zip(gradients, ctx.floats, strict=True):
+            if is_float:
+                ctx.group.send(gradient, -1)
+        return g, None, *(None for _ in gradients)
+
+
+class _Send(torch.autograd.Function):
+    """Sends states, and receives their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: SequenceGroup, *states: Tensor) -> Tensor:
+        ctx.group = group
+        ctx.like = [torch.empty_like(state, device="meta") for state in states]
+        for state in states:
+            group.send(state, +1)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        gradients: list[Tensor | None] = []
+        for like in ctx.like:
+            gradients.append(ctx.group.receive(like, +1) if like.is_floating_point() else None)
+        return g, None, *gradients
