@@ -86,14 +86,17 @@ class World:
 
     def exchange(self, value: Any) -> list[Any]:
         """The values of all processes, which JSON can hold, by rank. Every process must call this."""
-        if self.size == 1:
+        if self.size == 1 or not dist.is_initialized():
             return [value]
         encoded = bytearray(json.dumps(value).encode())
         length = torch.tensor([len(encoded)], device=self.device)
         lengths = [int(n) for n in self.gather(length)]
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.device)
         padded[: len(encoded)] = torch.frombuffer(encoded, dtype=torch.uint8)
-        texts = [row[:n].cpu().numpy().tobytes() for row, n in zip(self.gather(padded), lengths, strict=True)]
+        texts = [
+            row[:n].cpu().numpy().tobytes()
+            for row, n in zip(self.gather(padded), lengths, strict=True)
+        ]
         return [json.loads(text) for text in texts]
 
     def check_equal(self, values: JsonDict) -> None:

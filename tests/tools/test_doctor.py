@@ -93,6 +93,9 @@ def test_what_breaks_or_fails_its_check_is_a_finding_and_the_rest_goes_on(small,
     monkeypatch.setattr(doctor, "open_runtime", lambda config: Runtime(torch.device("cpu"), torch.float32))
     monkeypatch.setattr(doctor, "prove_models", lambda: outcomes)
     monkeypatch.setattr(doctor, "_of_gpu", list)
+    monkeypatch.setattr(doctor, "versions", dict)
+    step = {"model": "a", "dtype": "b", "seq_len": 1, "tokens_per_second": 2.0, "hours": 3.0, "tokens": 4}
+    monkeypatch.setattr(doctor, "step", lambda runtime, n_device: step)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UserError, match="2 parts of this did not work"):
         doctor.examine(None, training=True)
