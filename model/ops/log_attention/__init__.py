@@ -12,15 +12,13 @@ from model.ops.gates import check_gates
 from model.ops.kernels import choose_form, why_not_triton
 from model.ops.log_attention.chunked import chunked_log_attention
 from model.ops.log_attention.naive import log_attention_step, naive_log_attention
-from model.ops.log_attention.state import LogAttentionState, empty_state, merge_states
+from model.ops.log_attention.state import LogAttentionState, empty_state
 
 __all__ = [
     "BACKENDS",
     "LogAttentionState",
     "log_attention",
-    "merge_states",
     "naive_log_attention",
-    "signed_log_attention",
     "split_signs",
 ]
 
@@ -30,9 +28,8 @@ def _triton_log_attention(*inputs: Any, causal: bool, **options: Any) -> Any:
         raise ValueError(
             "backend='triton' is for causal attention: use backend='chunked' with causal=False"
         )
-    from model.ops.log_attention.triton import (
-        triton_log_attention,
-    )  # importing triton is slow, and it may be missing
+    # Importing triton is slow, and it may be missing.
+    from model.ops.log_attention.triton import triton_log_attention
 
     return triton_log_attention(*inputs, **options)
 
@@ -89,8 +86,10 @@ def log_attention(
                 "log_f needs causal=True: without an order of tokens none is earlier than another"
             )
         check_gates(log_f, q)
-    if backend == "auto" and causal and q.shape[2] == 1 and not torch.is_grad_enabled():
-        state = empty_state(q, log_v) if state is None else state
+    is_step = causal and q.shape[2] == 1 and not torch.is_grad_enabled()
+    if backend == "auto" and is_step:
+        if state is None:
+            state = empty_state(q, log_v)
         return log_attention_step(q, k, log_v, log_f, state=state, return_state=return_state)
     if backend == "auto" and not causal:
         backend = "chunked"  # two products over all tokens need no kernel
@@ -103,59 +102,10 @@ def log_attention(
     )
 
 
-def signed_log_attention(
-    q: Tensor,
-    k: Tensor,
-    log_abs_v: Tensor,
-    sign_v: Tensor,
-    *,
-    causal: bool = True,
-    state: LogAttentionState | None = None,
-    return_state: bool = False,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, LogAttentionState]:
-    """`log_attention` over values of either sign, sign_v exp(log_abs_v), in real arithmetic.
-
-    Positive and negative values are summed separately and share q, k and the normalizer. The error of the result is
-    relative to the larger of the two sums.
-
-    Args:
-        log_abs_v: (B, H, S, d_v), logarithms of the absolute values.
-        sign_v: (B, H, S, d_v), their signs: 1, -1, or 0 for zero.
-        state: from an earlier call; its log_s is (B, H, d_k, 2 d_v).
-
-    Returns:
-        log |y| and sign y, both (B, H, T, d_v), and the state with `return_state`. Where the values cancel exactly,
-        log |y| is -inf, the sign 0, and the gradient 0.
-    """
-    if log_abs_v.shape != sign_v.shape:
-        raise ValueError(
-            f"log_abs_v {tuple(log_abs_v.shape)} and sign_v {tuple(sign_v.shape)} must have the same shape"
-        )
-    log_v = split_signs(log_abs_v, sign_v)
-    log_y, after = log_attention(
-        q, k, log_v, causal=causal, state=state, return_state=True, backend=backend
-    )
-    return (*join_signs(log_y), after) if return_state else join_signs(log_y)
-
-
 def split_signs(log_abs_v: Tensor, sign_v: Tensor) -> Tensor:
     """(B, H, S, d_v) twice -> log_v (B, H, S, 2 d_v): positive values, then negative ones; -inf for the others."""
-    has_part = torch.stack([sign_v > 0, sign_v < 0], dim=-2)  # (B, H, S, 2, d_v)
-    return torch.where(has_part, log_abs_v.unsqueeze(-2), -torch.inf).flatten(-2)
-
-
-def join_signs(log_y: Tensor) -> tuple[Tensor, Tensor]:
-    """log |y| and sign of y = exp(positive) - exp(negative), each (..., d_v), from their logarithms (..., 2 d_v).
-
-    Where they cancel exactly, log |y| is -inf, and the sign and the gradient are 0.
-    """
-    positive, negative = log_y.chunk(2, dim=-1)
-    sign = (positive > negative).to(log_y.dtype) - (positive < negative).to(log_y.dtype)
-    nothing = positive == negative
-    larger = torch.maximum(positive, negative).masked_fill(nothing, 0)
-    gap = (torch.minimum(positive, negative) - larger).masked_fill(nothing, -1)  # below 0
-    return (larger + torch.log(-torch.expm1(gap))).masked_fill(nothing, -torch.inf), sign
+    has_sign = torch.stack([sign_v > 0, sign_v < 0], dim=-2)  # (B, H, S, 2, d_v)
+    return torch.where(has_sign, log_abs_v.unsqueeze(-2), -torch.inf).flatten(-2)
 
 
 def _check(dtypes: tuple[str, ...], sizes: tuple[int, ...]) -> Any:
@@ -177,13 +127,12 @@ def _why_not_triton(device: str, index: int | None, dtype: torch.dtype, d_k: int
     # Wider types need more shared memory, which most GPUs have less of, and more compilation time, which in float64
     # takes minutes: docs/kernels.md.
     bits = 16 if dtype == torch.bfloat16 else max(32, 8 * dtype.itemsize)
-    most = (
-        {16: 128, 32: 128, 64: 64}[bits]
-        if gpu.major in (9, 10)
-        else {16: 128, 32: 64, 64: 16}[bits]
-    )
-    if d_k > most:
-        return f"supports up to {most} key features a head in {dtype} on {gpu.name}, not {d_k}: use bfloat16"
+    limits = {16: 128, 32: 64, 64: 16}
+    if gpu.major in (9, 10):
+        limits = {16: 128, 32: 128, 64: 64}
+    if d_k > limits[bits]:
+        supports = f"supports up to {limits[bits]} key features a head in {dtype} on {gpu.name}"
+        return f"{supports}, not {d_k}: use bfloat16"
     return None
 
 
@@ -192,8 +141,10 @@ def _check_shapes(
 ) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, log_v {tuple(log_v.shape)}"
     fits = q.dim() == k.dim() == log_v.dim() == 4
-    fits = fits and q.shape[:2] == k.shape[:2] == log_v.shape[:2] and q.shape[3] == k.shape[3]
-    if not (fits and k.shape[2] == log_v.shape[2]):
+    if fits:
+        same_heads = q.shape[:2] == k.shape[:2] == log_v.shape[:2]
+        fits = same_heads and q.shape[3] == k.shape[3] and k.shape[2] == log_v.shape[2]
+    if not fits:
         raise ValueError(f"{shapes} do not match (B, H, T, d_k), (B, H, S, d_k), (B, H, S, d_v)")
     if 0 in q.shape or 0 in log_v.shape:
         raise ValueError(f"{shapes}: every dimension must be at least 1")
@@ -202,10 +153,10 @@ def _check_shapes(
             f"{shapes}: causal attention needs as many queries as keys; pass causal=False for T != S"
         )
     if state is not None:
-        (B, H, _, d_k), d_v = q.shape, log_v.shape[3]
-        given = tuple(state.log_s.shape), tuple(state.log_z.shape)
-        if given != ((B, H, d_k, d_v), (B, H, d_k)):
-            raise ValueError(
-                f"state has log_s {given[0]} and log_z {given[1]}: for {shapes} they must be "
-                f"{(B, H, d_k, d_v)} and {(B, H, d_k)}"
-            )
+        log_s = tuple(state.log_s.shape)
+        log_z = tuple(state.log_z.shape)
+        expected_z = (*q.shape[:2], q.shape[3])
+        expected_s = (*expected_z, log_v.shape[3])
+        if (log_s, log_z) != (expected_s, expected_z):
+            has = f"state has log_s {log_s} and log_z {log_z}"
+            raise ValueError(f"{has}: for {shapes} they must be {expected_s} and {expected_z}")
