@@ -14,6 +14,7 @@ process ever waited.
 """
 
 import ctypes
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from model.gpt import GPT, GPTState
+from model.gpt import GPTState
 from model.state import restored, tensors_of
 from trainer.distributed import SequenceGroup, World
 from trainer.runtime import Runtime
@@ -105,12 +106,12 @@ def _floats(state: Any) -> list[Tensor]:
     return [x for x in tree_leaves(state) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
-def share_sequences(gpt: GPT, group: SequenceGroup) -> None:
-    """Let the modules of a model take their states from the process before this one, and pass them to the next.
+def share_sequences(group: SequenceGroup) -> Callable[..., Any]:
+    """Return a `call_layer` for GPT.features: it takes states from the process before this one, and passes them on.
 
     Only where gradients are computed: elsewhere, as in evaluation, every process computes whole sequences.
     """
-    gpt.call = partial(_shared, group)
+    return partial(_shared, group)
 
 
 def _shared(

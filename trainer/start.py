@@ -14,7 +14,7 @@ from common.settings import UserError, differences
 from data.loader import EvalBatches, TrainBatches
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPT, GPTConfig, call_layer
 from trainer.average import Average
 from trainer.checkpoint import (
     Checkpoint,
@@ -210,9 +210,7 @@ def build_model(
     ):  # fsdp: for models that do not fit here
         gpt = GPT(config.model, eot_id).to(runtime.param_dtype)
     gpt.recompute = config.runtime.recompute
-    if group.size > 1:
-        share_sequences(gpt, group)
-    summed_loss = SummedLoss(gpt)
+    summed_loss = SummedLoss(gpt, share_sequences(group) if group.size > 1 else call_layer)
     maybe_compile(gpt.blocks if fsdp else [summed_loss], config.runtime, runtime, gpt)
     wrapped = world.wrap(summed_loss, fsdp, runtime.dtype)
     if fsdp:

@@ -22,17 +22,17 @@ _GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "sigmoid": sigmoid,
 }
-_SPANS = (
-    1.5,
-    500.0,
-)  # tokens after which the first and the last head keep 1 / e, at the start of training
+# Tokens after which the first and the last head keep 1 / e, at the start of training.
+_HORIZONS = (1.5, 500.0)
 
 
 class AttentionSettings(Settings, defaults="attention_parts"):
-    """Base of the mechanisms' configurations, with the parts that any mechanism can have."""
+    """Base of the mechanisms' configurations, with the options that any mechanism can have."""
 
     constant_state: ClassVar[bool] = False
     """Whether the state has one size, whatever the number of tokens."""
+    has_empty_state: ClassVar[bool] = True
+    """Whether a state of constant size has that size before the first token, too."""
     suits_rotary: ClassVar[bool] = True
     """Whether rotary positions can be used with it."""
     conv: Literal[0, 4]
@@ -43,28 +43,48 @@ class AttentionSettings(Settings, defaults="attention_parts"):
     """Function of a linear layer's output by which the result is multiplied, before it is projected back."""
 
     mechanism: ClassVar[Callable[..., "Attention"]]
-    """(self, n_embd, n_head, head_dim) -> the module without its optional parts."""
+    """(self, n_embd, n_head, head_dim) -> the module without its options."""
+
+    @property
+    def forgets(self) -> bool:
+        """Whether the module has gates that forget earlier tokens."""
+        return False
 
     def build(self, n_embd: int, n_head: int, head_dim: int) -> "Attention":
         """Create the module."""
         attention = self.mechanism(n_embd, n_head, head_dim)
-        attention.add_parts(self)
+        attention.add_options(self)
         return attention
 
-    def check(self, n_head: int, head_dim: int) -> None:
-        """Raise a ValueError of one line if the mechanism does not fit heads of these sizes."""
+    def check(self, n_head: int, head_dim: int, max_len: int | None) -> None:
+        """Raise a ValueError of one line if the mechanism does not fit the model.
+
+        Args:
+            max_len: most tokens of a text; None: no limit.
+        """
 
     def check_documents(self) -> None:
         """Raise a ValueError of one line if the mechanism cannot keep documents apart."""
 
 
-class GroupedSettings(AttentionSettings):
+class ForgettingSettings(AttentionSettings):
+    """Settings of mechanisms that can forget earlier tokens."""
+
+    decay: Literal["none", "head"]
+    """What is forgotten of earlier tokens: nothing, or a share for each head that depends on the token."""
+
+    @property
+    def forgets(self) -> bool:
+        return self.decay != "none"
+
+
+class SharedHeadSettings(AttentionSettings):
     """Settings of mechanisms whose query heads can share key and value heads."""
 
     n_kv_head: int | None = Field(ge=1)
     """Key and value heads, a divisor of n_head; null: n_head, one for each query head; 1: one for all."""
 
-    def check(self, n_head: int, head_dim: int) -> None:
+    def check(self, n_head: int, head_dim: int, max_len: int | None) -> None:
         """Raise ValueError if the query heads cannot share their key and value heads evenly."""
         if self.n_kv_head is not None and n_head % self.n_kv_head:
             divisors = ", ".join(str(n) for n in range(1, n_head + 1) if n_head % n == 0)
@@ -79,7 +99,7 @@ class Forgetting(NamedTuple):
     log_f: Tensor | None = None
     """(B, n_head, T, 1): logarithm of the share that a head keeps at a token; -inf: nothing. None: all."""
     document_starts: Tensor | None = None
-    """That of Positions, for mechanisms without `resets`."""
+    """(B, T), bool: where documents start; None if `log_f` already encodes it."""
 
 
 class Decay(nn.Module):
@@ -93,10 +113,10 @@ class Decay(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Spread the heads' spans."""
-        first, last = map(math.log, _SPANS)
-        spans = torch.linspace(first, last, len(self.bias)).exp()
-        self.bias.copy_(torch.logit((-1 / spans).exp()))
+        """Spread the heads' horizons."""
+        first, last = _HORIZONS
+        horizons = torch.linspace(math.log(first), math.log(last), len(self.bias)).exp()
+        self.bias.copy_(torch.logit((-1 / horizons).exp()))
 
     def forward(self, x: Tensor) -> Tensor:
         return logsigmoid(self.bias + self.to_gates(x)).mT.unsqueeze(-1)
@@ -106,7 +126,7 @@ class Attention(nn.Module):
     """Mixes tokens. Owns the projections to queries, keys and values; the block projects the result back.
 
     A mechanism implements `split`, `attend` and `naive_attend`. Mechanisms that rotate more than queries and keys
-    override `mix` or `join`. The optional parts are the same for all mechanisms.
+    override `mix` or `join`. The options are the same for all mechanisms.
     """
 
     split: Callable[[Tensor], Sequence[Tensor]]
@@ -125,34 +145,38 @@ class Attention(nn.Module):
     """Whether `attend` takes document_starts together with a state, because what a token sees depends on distances."""
 
     def __init__(
-        self, n_embd: int, n_head: int, n_out: int, parts: Sequence[int], n_group: int = 1
+        self, n_embd: int, n_head: int, n_out: int, sizes: Sequence[int], n_repeat: int = 1
     ) -> None:
         """Create the projection.
 
         Args:
             n_out: features returned for all heads.
-            parts: features of queries, keys and values, which follow each other in each of `n_group` equal groups.
+            sizes: features of queries, keys and values, which follow each other `n_repeat` times.
         """
         super().__init__()
-        self.n_head, self.n_out = n_head, n_out
-        self.qkv = FusedLinear(n_embd, parts, n_group)
+        self.n_head = n_head
+        self.n_out = n_out
+        self.query_dim = sizes[0] * n_repeat // n_head
+        self.qkv = FusedLinear(n_embd, sizes, n_repeat)
+        self.conv: nn.Parameter | None = None
+        self.q_scale: nn.Parameter | None = None
+        self.k_scale: nn.Parameter | None = None
+        self.gate: Linear | None = None
+        self.decay: Decay | None = None
 
-    def add_parts(self, settings: AttentionSettings) -> None:
-        """Create the optional parts, which come after those of the mechanism."""
-        n_embd, n_qkv, decay = (
-            self.qkv.in_features,
-            self.qkv.out_features,
-            getattr(settings, "decay", "none"),
-        )
-        self.conv = nn.Parameter(torch.empty(settings.conv * n_qkv)) if settings.conv else None
-        query_dim = self.qkv.parts[0] * self.qkv.n_group // self.n_head
-        scales = (
-            nn.Parameter(torch.empty(query_dim)) if settings.qk_norm else None for _ in range(2)
-        )
-        self.q_scale, self.k_scale = scales
-        self.gate = Linear(n_embd, self.n_out) if settings.gate != "none" else None
-        self.gate_function = _GATES[settings.gate]
-        self.decay = Decay(n_embd, self.n_head) if decay != "none" else None
+    def add_options(self, settings: AttentionSettings) -> None:
+        """Create the modules and weights of options, which come after those of the mechanism."""
+        n_embd = self.qkv.in_features
+        if settings.conv:
+            self.conv = nn.Parameter(torch.empty(settings.conv * self.qkv.out_features))
+        if settings.qk_norm:
+            self.q_scale = nn.Parameter(torch.empty(self.query_dim))
+            self.k_scale = nn.Parameter(torch.empty(self.query_dim))
+        if settings.gate != "none":
+            self.gate = Linear(n_embd, self.n_out)
+            self.gate_function = _GATES[settings.gate]
+        if settings.forgets:
+            self.decay = Decay(n_embd, self.n_head)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -181,18 +205,25 @@ class Attention(nn.Module):
         Raises:
             ValueError: documents start, and there is a state, or one is wanted, and the mechanism cannot do that.
         """
-        starts, has_state = positions.document_starts, return_state or state is not None
-        if starts is not None and has_state and not (self.resets or self.by_distance):
+        starts = positions.document_starts
+        has_state = return_state or state is not None
+        restarts = self.resets or self.by_distance
+        if starts is not None and has_state and not restarts:
             raise ValueError(
                 "document_starts cannot be used with a state: pass each document by itself"
             )
-        seen, state = state if self.conv is not None and state is not None else (None, state)
-        features, seen = self.features(x, seen, starts)
+        conv_inputs = None
+        if self.conv is not None and state is not None:
+            conv_inputs, state = state
+        features, conv_inputs = self.features(x, conv_inputs, starts)
         y, state = self.mix(x, features, positions, state, return_state)
-        y = y if self.gate is None else y * self.gate_function(self.gate(x))
+        if self.gate is not None:
+            y = y * self.gate_function(self.gate(x))
         if not return_state:
             return y, None
-        return y, state if self.conv is None else (seen, state)
+        if self.conv is not None:
+            state = (conv_inputs, state)
+        return y, state
 
     def initial_state(self, B: int, device: torch.device) -> Any:
         """The state of B texts before their first tokens, of the size that it always has."""
@@ -201,19 +232,18 @@ class Attention(nn.Module):
         return no_inputs(self.conv, B, self.qkv.out_features), self.empty(B, device)
 
     def features(
-        self, x: Tensor, seen: Tensor | None = None, starts: Tensor | None = None
+        self, x: Tensor, conv_inputs: Tensor | None = None, starts: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """(B, T, n_embd) -> queries, keys and values (B, T, n_qkv), and what the convolution needs for later tokens."""
-        return causal_conv(self.qkv(x), self.conv, seen, starts)
+        return causal_conv(self.qkv(x), self.conv, conv_inputs, starts)
 
     def mix(
         self, x: Tensor, features: Tensor, positions: Positions, state: Any, return_state: bool
     ) -> tuple[Tensor, Any]:
         """Attend with queries, keys and values `features` (B, T, n_qkv) of tokens x: (B, T, n_out), and the state."""
         forgetting = self.forgetting(x, positions.document_starts)
-        y, state = self.attend(
-            *self.project(features, positions.rotation), forgetting, state, return_state
-        )
+        q, k, v = self.project(features, positions.rotation)
+        y, state = self.attend(q, k, v, forgetting, state, return_state)
         return self.join(y, positions.rotation), state
 
     def forgetting(self, x: Tensor, starts: Tensor | None = None) -> Forgetting:
@@ -221,17 +251,20 @@ class Attention(nn.Module):
         log_f = None if self.decay is None else self.decay(x)
         if starts is None or not self.resets:
             return Forgetting(log_f, starts)
-        log_f = x.new_zeros(len(x), self.n_head, x.shape[1], 1) if log_f is None else log_f
+        if log_f is None:
+            log_f = x.new_zeros(len(x), self.n_head, x.shape[1], 1)
         return Forgetting(log_f.masked_fill(starts[:, None, :, None], -torch.inf))
 
     def project(self, features: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, n_qkv) -> q, k, v (B, heads, T, features), with q and k normalised and rotated."""
-        q, k, *own = self.split(features)
+        q, k, *values = self.split(features)
         if self.q_scale is not None and self.k_scale is not None:
-            q, k = (_rms_norm(x, scale) for x, scale in ((q, self.q_scale), (k, self.k_scale)))
+            q = _rms_norm(q, self.q_scale)
+            k = _rms_norm(k, self.k_scale)
         if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
-        return q, k, own[0] if own else k
+            q = rotate(q, rotation)
+            k = rotate(k, rotation)
+        return q, k, values[0] if values else k
 
     def join(self, y: Tensor, rotation: Rotation | None) -> Tensor:
         """(B, n_head, T, features) -> (B, T, n_out)."""
@@ -260,23 +293,23 @@ class MultiHeadAttention(Attention):
         n_head: int,
         head_dim: int,
         n_kv_head: int | None = None,
-        own_values: bool = True,
+        has_values: bool = True,
     ) -> None:
-        """`own_values=False`: keys are the values too."""
+        """`has_values=False`: keys are the values too."""
         n_kv_head = n_kv_head or n_head
-        heads = [n_head, n_kv_head, n_kv_head] if own_values else [n_head, n_kv_head]
-        super().__init__(n_embd, n_head, n_head * head_dim, [n * head_dim for n in heads])
-        self.n_kv_head, self.head_dim, self.own_values, self._heads = (
-            n_kv_head,
-            head_dim,
-            own_values,
-            heads,
-        )
+        n_heads = [n_head, n_kv_head]
+        if has_values:
+            n_heads.append(n_kv_head)
+        super().__init__(n_embd, n_head, n_head * head_dim, [n * head_dim for n in n_heads])
+        self.n_kv_head = n_kv_head
+        self.head_dim = head_dim
+        self.has_values = has_values
+        self._n_heads = n_heads
 
     def split(self, features: Tensor) -> Sequence[Tensor]:
         """(B, T, n_qkv) -> q (B, n_head, T, head_dim), k and v (B, n_kv_head, T, head_dim)."""
-        parts = features.unflatten(2, (-1, self.head_dim)).split(self._heads, dim=2)
-        return [part.transpose(1, 2) for part in parts]
+        heads = features.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+        return heads.split(self._n_heads, dim=1)
 
     def repeated(self, x: Tensor) -> Tensor:
         """(B, n_kv_head, T, D) -> (B, n_head, T, D): the key or value head of each query head."""

@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from model.attention.base import Forgetting, GroupedSettings, MultiHeadAttention
+from model.attention.base import Forgetting, MultiHeadAttention, SharedHeadSettings
 from model.attention.cache import KVCache, attend_to_all
 from model.ops.custom import accumulation_dtype
 from model.ops.projection_attention import (
@@ -19,7 +19,7 @@ from model.ops.projection_attention import (
 from model.position import Rotation, rotate
 
 
-class ProjectionConfig(GroupedSettings, defaults="model/attention/projection"):
+class ProjectionConfig(SharedHeadSettings, defaults="model/attention/projection"):
     """Weights proportional to exp(-||q - k||^2 / (2 sigma^2)), by torch's fused kernels."""
 
     name: Literal["projection"]
@@ -43,9 +43,8 @@ class ProjectionAttention(MultiHeadAttention):
     """
 
     def __init__(self, settings: ProjectionConfig, n_embd: int, n_head: int, head_dim: int) -> None:
-        super().__init__(
-            n_embd, n_head, head_dim, settings.n_kv_head, own_values=settings.values == "own"
-        )
+        has_values = settings.values == "own"
+        super().__init__(n_embd, n_head, head_dim, settings.n_kv_head, has_values)
         self.first_sigma = head_dim**0.25 if settings.sigma is None else settings.sigma
         self.log_sigma = nn.Parameter(torch.empty(n_head)) if settings.learned else None
 
@@ -71,8 +70,9 @@ class ProjectionAttention(MultiHeadAttention):
         state: Any,
         return_state: bool,
     ) -> tuple[Tensor, KVCache | None]:
-        q, k = inner_queries(q, self.sigma), inner_keys(k)  # (B, H, T, D'), (B, H_kv, T, D')
-        v = padded_values(v) if self.own_values else k[..., :0]  # keys are cached once
+        q = inner_queries(q, self.sigma)  # (B, H, T, D')
+        k = inner_keys(k)  # (B, H_kv, T, D')
+        v = padded_values(v) if self.has_values else k[..., :0]  # keys are cached once
         y, after = attend_to_all(
             state, q, k, v, return_state, forgetting.document_starts, scale=1.0
         )
@@ -84,6 +84,6 @@ class ProjectionAttention(MultiHeadAttention):
         )
 
     def join(self, y: Tensor, rotation: Rotation | None) -> Tensor:
-        if rotation is not None and not self.own_values:
+        if rotation is not None and not self.has_values:
             y = rotate(y, Rotation(rotation.cos, -rotation.sin))
         return super().join(y, rotation)

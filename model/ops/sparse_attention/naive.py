@@ -19,9 +19,10 @@ def naive_sparse_attention(
 ) -> Tensor:
     """Child et al. 2019 (arXiv 1904.10509), eqs. 2 and 3. Shapes and result are those of `sparse_attention`."""
     t = torch.arange(q.shape[2], device=q.device)
-    mask = (
-        pattern_mask(patterns, t, t) if starts is None else document_pattern_mask(patterns, starts)
-    )
+    if starts is None:
+        mask = pattern_mask(patterns, t, t)
+    else:
+        mask = document_pattern_mask(patterns, starts)
     return masked_attention(q, k, v, mask, log_f)
 
 
@@ -40,11 +41,12 @@ def masked_attention(
     Returns:
         (B, H, T, D); 0 where a query has no key.
     """
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    n_shared = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(n_shared, dim=1)
+    v = v.repeat_interleave(n_shared, dim=1)
     scores = q @ k.mT * q.shape[-1] ** -0.5
     if log_f is not None:
         scores = scores + forgotten(log_f).squeeze(-1)
-    weights = (
-        scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1) * mask
-    )  # (B, H, T, S)
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(-1) * mask  # (B, H, T, S)
     return weights.to(v.dtype) @ v
