@@ -97,7 +97,7 @@ def step_memory(
 
     most = linear_cross_entropy.CHUNK[runtime.device.type] // narrow
     logits = V * min(tokens, max(1, most // V))
-    in_float32 = 3 * min(logits, most // linear_cross_entropy.PARTS[runtime.device.type]) * wide
+    in_float32 = 3 * min(logits, most // linear_cross_entropy.ROW_CHUNKS[runtime.device.type]) * wide
     loss = (
         logits * narrow + copy + max(copy, in_float32)
     )  # the weight, and its gradient, in the type of products

@@ -26,8 +26,11 @@ def operator(name: str) -> Any:
     A second operator of the same name would free the first one's memory. A process may have this code twice: an
     exported model, and a copy of it that transformers saved.
     """
-    spaces = itertools.chain(["log_gpt"], (f"log_gpt_{i}" for i in itertools.count(2)))
-    space = next(space for space in spaces if not hasattr(getattr(torch.ops, space), name))
+    space = "log_gpt"
+    for number in itertools.count(2):
+        if not hasattr(getattr(torch.ops, space), name):
+            break
+        space = f"log_gpt_{number}"
     return torch.library.custom_op(f"{space}::{name}", mutates_args=())
 
 
@@ -73,12 +76,11 @@ def refuse_transforms(operator: str, instead: str, *tensors: Tensor | None) -> N
     Raises:
         NotImplementedError: one line.
     """
-    if not torch.compiler.is_compiling() and any(
-        _is_transformed(x) for x in tensors if x is not None
-    ):
-        raise NotImplementedError(
-            f"{operator} has no forward-mode derivatives and none by torch.func: use {instead} for these"
-        )
+    if torch.compiler.is_compiling():
+        return
+    if any(_is_transformed(x) for x in tensors if x is not None):
+        lacks = f"{operator} has no forward-mode derivatives and none by torch.func"
+        raise NotImplementedError(f"{lacks}: use {instead} for these")
 
 
 def refuse_second_order(operator: str, instead: str) -> None:
@@ -105,10 +107,13 @@ def running_sum(x: Tensor, dim: int) -> Tensor:
     """torch.cumsum; on GPUs with deterministic algorithms, where torch refuses it, log2(length) additions."""
     if x.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
         return x.cumsum(dim)
-    length, step = x.shape[dim], 1
+    length = x.shape[dim]
+    step = 1
     while step < length:
-        first, rest = x.narrow(dim, 0, step), x.narrow(dim, step, length - step)
-        x, step = torch.cat([first, rest + x.narrow(dim, 0, length - step)], dim), 2 * step
+        first = x.narrow(dim, 0, step)
+        rest = x.narrow(dim, step, length - step) + x.narrow(dim, 0, length - step)
+        x = torch.cat([first, rest], dim)
+        step *= 2
     return x
 
 

@@ -553,7 +553,7 @@ def test_a_name_in_a_pattern_is_the_models_own_attention_or_the_defaults():
         ),
         (
             {"attention_pattern": ["softmax", {"name": "fixed", "size": 6, "width": 7}]},
-            "config attention_pattern.1: width=7 is more than a block has: use 1 to size=6",
+            "config attention_pattern.1: width=7 is more than an interval has: use 1 to size=6",
         ),
         ({"attention": {"size": 6}}, "config key 'attention.name' is missing"),
         ({"attention": {"name": "linear", "norm": True}}, "attention.norm=True was removed: leave it out, or use"),

@@ -23,11 +23,7 @@ __all__ = [
 ]
 
 
-def _triton_log_attention(*inputs: Any, causal: bool, **options: Any) -> Any:
-    if not causal:
-        raise ValueError(
-            "backend='triton' is for causal attention: use backend='chunked' with causal=False"
-        )
+def _triton_log_attention(*inputs: Any, **options: Any) -> Any:
     # Importing triton is slow, and it may be missing.
     from model.ops.log_attention.triton import triton_log_attention
 
@@ -69,7 +65,7 @@ def log_attention(
         state: the state after earlier tokens; None before the first.
         return_state: also return the state after these tokens. Its size is constant.
         backend: "auto", or one of BACKENDS. "auto" uses `log_attention_step` for a single causal token without
-            gradients, "triton" for causal attention on GPUs where it passes its check, and "chunked" elsewhere.
+            gradients, "triton" on GPUs where it passes its check, and "chunked" elsewhere.
 
     Returns:
         log_y (B, H, T, d_v) in the type of log_v, or (log_y, state). Sums are kept in float32, or float64 for float64.
@@ -86,20 +82,39 @@ def log_attention(
                 "log_f needs causal=True: without an order of tokens none is earlier than another"
             )
         check_gates(log_f, q)
-    is_step = causal and q.shape[2] == 1 and not torch.is_grad_enabled()
-    if backend == "auto" and is_step:
+    if not causal:
+        return _full_log_attention(q, k, log_v, state, return_state, backend)
+    if backend == "auto" and q.shape[2] == 1 and not torch.is_grad_enabled():
         if state is None:
             state = empty_state(q, log_v)
         return log_attention_step(q, k, log_v, log_f, state=state, return_state=return_state)
-    if backend == "auto" and not causal:
-        backend = "chunked"  # two products over all tokens need no kernel
     inputs = (q, k, log_v) if log_f is None else (q, k, log_v, log_f)
     backend = choose_form(
         "log attention", backend, [*BACKENDS], _check, *inputs, why_not=_why_not_triton
     )
-    return BACKENDS[backend](
-        q, k, log_v, log_f, causal=causal, state=state, return_state=return_state
-    )
+    return BACKENDS[backend](q, k, log_v, log_f, state=state, return_state=return_state)
+
+
+def _full_log_attention(
+    q: Tensor,
+    k: Tensor,
+    log_v: Tensor,
+    state: LogAttentionState | None,
+    return_state: bool,
+    backend: str,
+) -> Tensor | tuple[Tensor, LogAttentionState]:
+    """`log_attention` with causal=False."""
+    if backend == "naive":
+        return naive_log_attention(
+            q, k, log_v, causal=False, state=state, return_state=return_state
+        )
+    # Two causal passes: the first sums all keys into a state, and queries without keys then see it.
+    options: Any = {"return_state": True, "backend": backend}
+    _, state = log_attention(torch.zeros_like(k), k, log_v, state=state, **options)
+    no_keys = torch.full_like(q, -torch.inf)
+    no_values = log_v.new_zeros(*q.shape[:3], log_v.shape[3])
+    log_y, _ = log_attention(q, no_keys, no_values, state=state, **options)
+    return (log_y, state) if return_state else log_y
 
 
 def split_signs(log_abs_v: Tensor, sign_v: Tensor) -> Tensor:

@@ -55,17 +55,16 @@ def chunked_log_attention(
     log_v: Tensor,
     log_f: Tensor | None = None,
     *,
-    causal: bool = True,
     state: LogAttentionState | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, LogAttentionState]:
-    """As `log_attention`. It saves its inputs and at most T / CHUNK states for the backward pass."""
+    """As causal `log_attention`. It saves its inputs and at most T / CHUNK states for the backward pass."""
     if state is None:
         state = empty_state(q, log_v)
     refuse_transforms(*NAMES, q, k, log_v, log_f, *state)
     columns = [state.log_s, state.log_z.unsqueeze(-1)]
     log_s = torch.cat(columns, dim=-1).to(accumulation_dtype(q))  # (B, H, d_k, E), E = d_v + 1
-    log_y, log_s, *_ = _attend(q, k, log_v, log_f, log_s, causal, return_state)
+    log_y, log_s, *_ = _attend(q, k, log_v, log_f, log_s, return_state)
     log_y = log_y.to(log_v.dtype)
     if not return_state:
         return log_y
@@ -79,16 +78,15 @@ def _attend(
     log_v: Tensor,
     log_f: Tensor | None,
     log_s: Tensor,
-    causal: bool,
     want_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return log_y (B, H, T, d_v) and the state after the tokens, from the state log_s (B, H, d_k, E) before them.
 
     Two more results are for the backward pass: M before each step and after the last (n + 1, B, H, d_k, E), and which
-    chunks are doubtful (N, B, H). Without causality, all tokens are one step, and all chunks are doubtful or none.
+    chunks are doubtful (N, B, H).
     """
     with torch.autocast(q.device.type, enabled=False):
-        results = _forward(Inputs(q, k, log_v, log_f, log_s), causal, want_state)
+        results = _forward(Inputs(q, k, log_v, log_f, log_s), want_state)
         exact.recomputed_tiles("forward", q.device).add_(results.doubtful.sum())
     return results
 
@@ -108,22 +106,15 @@ class _Results(NamedTuple):
         )
 
 
-def _empty_results(inputs: Inputs, causal: bool) -> _Results:
-    q, _, log_v, _, log_s = inputs
-    B, H, T, _ = q.shape
-    d_k, E = log_s.shape[-2:]
-    N = ceil_div(T, CHUNK)
-    if causal:
-        log_y = torch.empty_like(log_v, dtype=log_s.dtype)
-        n_steps = ceil_div(N, step_chunks(q))
-    else:
-        log_y = log_s.new_empty(B, H, T, E - 1)
-        n_steps = 1
+def _empty_results(inputs: Inputs) -> _Results:
+    log_s = inputs.log_s
+    N = ceil_div(inputs.q.shape[2], CHUNK)
+    n_steps = ceil_div(N, step_chunks(inputs.q))
     return _Results(
-        log_y,
+        torch.empty_like(inputs.log_v, dtype=log_s.dtype),
         torch.empty_like(log_s),
-        log_s.new_empty(n_steps + 1, B, H, d_k, E),
-        log_s.new_empty(N, B, H, dtype=torch.bool),
+        log_s.new_empty(n_steps + 1, *log_s.shape),
+        log_s.new_empty(N, *log_s.shape[:2], dtype=torch.bool),
     )
 
 
@@ -134,21 +125,26 @@ def _(
     log_v: Tensor,
     log_f: Tensor | None,
     log_s: Tensor,
-    causal: bool,
     want_state: bool,
 ) -> tuple[Tensor, ...]:
-    return _empty_results(Inputs(q, k, log_v, log_f, log_s), causal)
+    return _empty_results(Inputs(q, k, log_v, log_f, log_s))
 
 
-def _forward(all_inputs: Inputs, causal: bool, want_state: bool) -> _Results:
-    all_results = _empty_results(all_inputs, causal)
-    forward = _causal_forward if causal else _full_forward
+def _forward(all_inputs: Inputs, want_state: bool) -> _Results:
+    all_results = _empty_results(all_inputs)
     for batch in batches(all_inputs.q):
         inputs = all_inputs.select(batch)
         results = all_results.select(batch)
-        frames = frames_of(inputs, causal)
+        frames = frames_of(inputs)
         certificate = exact.Certificate(inputs)
-        forward(inputs, frames, certificate, results)
+        results.M[0] = in_first_frame(inputs, frames)
+        for i, (tokens, chunks) in enumerate(steps(inputs.q)):
+            step = _step(inputs, frames, results.M[i], tokens, chunks)
+            results.M[i + 1] = step.M[-1]
+            mean = step.sums[..., :-1] / step.sums[..., -1:]
+            log_y = log_of_scaled(mean, step.frames.value[..., :-1])
+            write(results.log_y[:, :, tokens], log_y)
+            results.doubtful[chunks] = certificate.too_small(step.sums, tokens.start)
         results.log_s.copy_(log_of_scaled(results.M[-1], frames.last))
         if frames.lost is not None:
             results.doubtful.logical_or_(frames.lost)
@@ -156,7 +152,7 @@ def _forward(all_inputs: Inputs, causal: bool, want_state: bool) -> _Results:
         if want_state:
             heads |= certificate.lost_heads(results.M[-1])
         if heads.any():
-            _forward_again(inputs, causal, heads, results)
+            _forward_again(inputs, heads, results)
     return all_results
 
 
@@ -197,41 +193,10 @@ def _step(inputs: Inputs, frames: Frames, M: Tensor, tokens: slice, chunks: slic
     return _Step(frames, gates, e_q, e_k, e_v, from_start, to_end, M, A, sums)
 
 
-def _causal_forward(
-    inputs: Inputs, frames: Frames, certificate: exact.Certificate, results: _Results
-) -> None:
-    results.M[0] = in_first_frame(inputs, frames)
-    for i, (tokens, chunks) in enumerate(steps(inputs.q)):
-        step = _step(inputs, frames, results.M[i], tokens, chunks)
-        results.M[i + 1] = step.M[-1]
-        write(results.log_y[:, :, tokens], _log_y(step.sums, step.frames))
-        results.doubtful[chunks] = certificate.too_small(step.sums, tokens.start)
-
-
-def _full_forward(
-    inputs: Inputs, frames: Frames, certificate: exact.Certificate, results: _Results
-) -> None:
-    """Every query attends to all keys: they are summed into M, which the queries read."""
-    M = results.M  # (2, B, H, d_k, E)
-    M[:] = in_first_frame(inputs, frames)
-    for tokens, _ in steps(inputs.k):
-        e_k, e_v = keys_and_values(inputs, tokens, frames)  # (1, B, H, s, .)
-        M[1:].add_(e_k.mT @ e_v)
-    results.doubtful.zero_()
-    for tokens, _ in steps(inputs.q):
-        sums = queries(inputs, tokens, frames) @ M[1:]  # (1, B, H, t, E)
-        write(results.log_y[:, :, tokens], _log_y(sums, frames))
-        results.doubtful.logical_or_(certificate.too_small(sums, None))
-
-
-def _log_y(sums: Tensor, frames: Frames) -> Tensor:
-    return log_of_scaled(sums[..., :-1] / sums[..., -1:], frames.value[..., :-1])
-
-
-def _forward_again(inputs: Inputs, causal: bool, heads: Tensor, results: _Results) -> None:
+def _forward_again(inputs: Inputs, heads: Tensor, results: _Results) -> None:
     """Recompute the doubtful tiles and the last state of these heads (B, H) in log space."""
     doubtful = results.doubtful[:, heads].mT
-    log_y, log_s = exact.forward(_in_float64(inputs, heads), causal, doubtful, results.log_y[heads])
+    log_y, log_s = exact.forward(_in_float64(inputs, heads), doubtful, results.log_y[heads])
     results.log_y[heads] = log_y
     results.log_s[heads] = log_s.to(results.log_s.dtype)
 
@@ -243,13 +208,13 @@ def _in_float64(inputs: Inputs, heads: Tensor) -> Inputs:
 
 @operator("log_attention_backward")
 def _attend_backward(
-    g: Sequence[Tensor], inputs: Sequence[Tensor | None], M: Tensor, doubtful: Tensor, causal: bool
+    g: Sequence[Tensor], inputs: Sequence[Tensor | None], M: Tensor, doubtful: Tensor
 ) -> list[Tensor]:
     """Return gradients of `Inputs` (empty without gates), given those of log_y and of the state after in `g`."""
     tensors = Inputs._make(inputs)
     device = tensors.q.device
     with torch.autocast(device.type, enabled=False):
-        gradients = _backward(tensors, causal, M, doubtful, *g)
+        gradients = _backward(tensors, M, doubtful, *g)
         exact.recomputed_tiles("backward", device).add_(doubtful.sum())
     return _or_empty(gradients)
 
@@ -265,7 +230,7 @@ def _or_empty(gradients: Inputs) -> list[Tensor]:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.causal, _ = inputs
+    *tensors, _ = inputs
     ctx.save_for_backward(*tensors, *output[2:])
     ctx.mark_non_differentiable(*output[2:])
 
@@ -275,28 +240,31 @@ def _backward_of_op(
 ) -> tuple[Tensor | None, ...]:
     refuse_second_order(*NAMES)
     *inputs, M, doubtful = ctx.saved_tensors
-    gradients = _attend_backward([g_y, g_log_s], inputs, M, doubtful, ctx.causal)
-    return *(None if x is None else g for x, g in zip(inputs, gradients, strict=True)), None, None
+    gradients = _attend_backward([g_y, g_log_s], inputs, M, doubtful)
+    return *(None if x is None else g for x, g in zip(inputs, gradients, strict=True)), None
 
 
 _attend.register_autograd(_backward_of_op, setup_context=_save_for_backward)
 
 
 def _backward(
-    all_inputs: Inputs, causal: bool, M: Tensor, doubtful: Tensor, g_y: Tensor, g_log_s: Tensor
+    all_inputs: Inputs, M: Tensor, doubtful: Tensor, g_y: Tensor, g_log_s: Tensor
 ) -> Inputs:
     """Return the gradients, given M and what is doubtful from the forward pass."""
     all_gradients = all_inputs.map(torch.empty_like)
-    backward = _causal_backward if causal else _full_backward
     for batch in batches(all_inputs.q):
         inputs = all_inputs.select(batch)
         gradients = all_gradients.select(batch)
         saved = _Saved(M[:, batch], doubtful[:, batch], g_y[batch])
         g_M, lost = grad_of_final_state(inputs, saved.M[-1], g_log_s[batch])
         heads = saved.doubtful.any(0) | lost  # (B, H)
-        backward(inputs, saved, g_M, gradients)
+        frames = frames_of(inputs)
+        for i, (tokens, chunks) in reversed(list(enumerate(steps(inputs.q)))):
+            step = _step(inputs, frames, saved.M[i], tokens, chunks)
+            g_M = _step_backward(step, saved, g_M, tokens, inputs.log_f, gradients)
+        torch.mul(g_M, saved.M[0], out=gradients.log_s)
         if heads.any():
-            _backward_again(inputs, causal, g_y[batch], g_log_s[batch], heads, gradients)
+            _backward_again(inputs, g_y[batch], g_log_s[batch], heads, gradients)
     return all_gradients
 
 
@@ -306,15 +274,6 @@ class _Saved(NamedTuple):
     M: Tensor
     doubtful: Tensor
     g_y: Tensor
-
-
-def _causal_backward(inputs: Inputs, saved: _Saved, g: Tensor, gradients: Inputs) -> None:
-    """Write the gradients, given that of the last M, g (B, H, d_k, E)."""
-    frames = frames_of(inputs, causal=True)
-    for i, (tokens, chunks) in reversed(list(enumerate(steps(inputs.q)))):
-        step = _step(inputs, frames, saved.M[i], tokens, chunks)
-        g = _step_backward(step, saved, g, tokens, inputs.log_f, gradients)
-    torch.mul(g, saved.M[0], out=gradients.log_s)
 
 
 def _step_backward(
@@ -342,22 +301,6 @@ def _step_backward(
     return g_before
 
 
-def _full_backward(inputs: Inputs, saved: _Saved, g: Tensor, gradients: Inputs) -> None:
-    """As `_causal_backward`, where every query attends to all keys."""
-    frames = frames_of(inputs, causal=False)
-    M = saved.M
-    for tokens, _ in steps(inputs.q):
-        e_q = queries(inputs, tokens, frames)  # (1, B, H, t, d_k)
-        g_sums = grad_of_sums(e_q @ M[1:], saved, tokens, frames)
-        write(gradients.q[:, :, tokens], (g_sums @ M[1:].mT).mul_(e_q))
-        g = g + (e_q.mT @ g_sums)[0]
-    for tokens, _ in steps(inputs.k):
-        e_k, e_v = keys_and_values(inputs, tokens, frames)  # (1, B, H, s, .)
-        write(gradients.k[:, :, tokens], (e_v @ g.mT).mul_(e_k))
-        write(gradients.log_v[:, :, tokens], (e_k @ g).mul_(e_v)[..., :-1])
-    torch.mul(g, M[0], out=gradients.log_s)
-
-
 def grad_of_final_state(inputs: Inputs, M: Tensor, g_log_s: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of the last M (B, H, d_k, E), and the heads (B, H) where it is doubtful."""
     unused = g_log_s == 0
@@ -376,13 +319,13 @@ def grad_of_sums(sums: Tensor, saved: _Saved, tokens: slice, frames: Frames) -> 
 
 
 def _backward_again(
-    inputs: Inputs, causal: bool, g_y: Tensor, g_log_s: Tensor, heads: Tensor, gradients: Inputs
+    inputs: Inputs, g_y: Tensor, g_log_s: Tensor, heads: Tensor, gradients: Inputs
 ) -> None:
     """Recompute the gradients of these heads (B, H) in log space."""
     g_y = g_y[heads].double()
     g_log_s = g_log_s[heads].double()
     g_log_S = torch.cat([g_y, -g_y.sum(-1, keepdim=True)], dim=-1)  # (G, T, E)
-    recomputed = exact.backward(_in_float64(inputs, heads), causal, g_log_S, g_log_s)
+    recomputed = exact.backward(_in_float64(inputs, heads), g_log_S, g_log_s)
     for gradient, head_gradients in zip(gradients, recomputed, strict=True):
         if gradient is not None and head_gradients is not None:
             gradient[heads] = head_gradients.to(gradient.dtype)

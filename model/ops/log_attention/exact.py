@@ -44,25 +44,20 @@ class Certificate:
         self._last_term = torch.where(has_term, -1, -2)  # (B, H, 1, E)
         self._last_reset = torch.full_like(self._last_term[..., :1], -1)  # (B, H, 1, 1)
 
-    def too_small(self, sums: Tensor, start: int | None) -> Tensor:
+    def too_small(self, sums: Tensor, start: int) -> Tensor:
         """Return which chunks (n, B, H) have a doubtful sum: so small that terms that matter may have become 0.
 
         Args:
             sums: (n, B, H, C, E), the sum over the keys of each query.
-            start: position of the first query; None if every query attends to all tokens.
+            start: position of the first query.
         """
         small = _doubtful(sums)
         if small is None:
             return sums.new_zeros(sums.shape[:3], dtype=torch.bool)
         n, _, _, C, _ = sums.shape
-        n_keys = self._inputs.k.shape[2]
-        if start is None:
-            self._read(n_keys)
-            small &= self._last_term >= self._last_reset
-        else:
-            stop = min(start + n * C, n_keys)
-            has_term = self._read(stop)[:, :, start - stop :]
-            small &= split(has_term, C, 0)  # the last chunk may be padded
+        stop = min(start + n * C, self._inputs.k.shape[2])
+        has_term = self._read(stop)[:, :, start - stop :]
+        small &= split(has_term, C, 0)  # the last chunk may be padded
         return small.flatten(3).any(-1)
 
     def lost_heads(self, M: Tensor) -> Tensor:
@@ -116,42 +111,6 @@ def _doubtful(sums: Tensor) -> Tensor | None:
 # From here on, inputs are those of G heads in float64: q (G, T, d_k), ..., log_s (G, d_k, E).
 
 
-def forward(inputs: Inputs, causal: bool, doubtful: Tensor, log_y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log_y (G, T, E - 1) with doubtful chunks (G, N) recomputed, and the last state (G, d_k, E)."""
-    if causal:
-        tiles = _tiles_of(inputs)
-        states = _states(tiles, inputs.log_s)
-        return _recomputed(tiles, states, doubtful, log_y), states[:, -1]
-    last = _states(_tiles_of(_keys_alone(inputs)), inputs.log_s)[:, -1]
-    tiles = _tiles_of(_queries_alone(inputs, last))
-    states = _states(tiles, last)
-    return _recomputed(tiles, states, torch.ones_like(doubtful), log_y), last
-
-
-def backward(inputs: Inputs, causal: bool, g_log_S: Tensor, g_log_s: Tensor) -> Inputs:
-    """Return gradients, given those of the log-sums (G, T, E) and of the last state (G, d_k, E)."""
-    if causal:
-        return _causal_backward(inputs, g_log_S, g_log_s)
-    keys = _keys_alone(inputs)
-    last = _states(_tiles_of(keys), inputs.log_s)[:, -1]
-    of_queries = _causal_backward(_queries_alone(inputs, last), g_log_S, torch.zeros_like(g_log_s))
-    no_gradient = g_log_S.new_zeros(*inputs.k.shape[:2], g_log_S.shape[2])
-    of_keys = _causal_backward(keys, no_gradient, g_log_s + of_queries.log_s)
-    return of_keys._replace(q=of_queries.q)
-
-
-def _keys_alone(inputs: Inputs) -> Inputs:
-    """The keys and values as a causal sequence, which are summed into its last state."""
-    return inputs._replace(q=torch.zeros_like(inputs.k))
-
-
-def _queries_alone(inputs: Inputs, log_s: Tensor) -> Inputs:
-    """The queries as a causal sequence, which read the state `log_s` and add nothing to it."""
-    q = inputs.q
-    no_values = q.new_zeros(*q.shape[:2], inputs.log_v.shape[2])
-    return Inputs(q, torch.full_like(q, -torch.inf), no_values, None, log_s)
-
-
 class _Tiles(NamedTuple):
     """Tokens in tiles (G, N, C, .)."""
 
@@ -180,18 +139,20 @@ def _tiles_of(inputs: Inputs) -> _Tiles:
     )
 
 
-def _recomputed(tiles: _Tiles, states: Tensor, doubtful: Tensor, log_y: Tensor) -> Tensor:
-    """Return log_y (G, T, E - 1) with doubtful tiles (G, N) replaced."""
-    C = tiles.k.shape[2]
-    log_y_tiles = in_chunks(log_y, C, 0.0).clone()
+def forward(inputs: Inputs, doubtful: Tensor, log_y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log_y (G, T, E - 1) with doubtful tiles (G, N) recomputed, and the last state (G, d_k, E)."""
+    tiles = _tiles_of(inputs)
+    states = _states(tiles, inputs.log_s)
+    log_y_tiles = in_chunks(log_y, tiles.k.shape[2], 0.0).clone()
     for g, n in _some_at_a_time(doubtful, states):
         log_S, _ = _log_sums(tiles.at(g, n), states[g, n])
         mean = log_S[..., :-1] - log_S[..., -1:]  # the last column is the normalizer
         log_y_tiles[g, n] = mean.to(log_y.dtype)
-    return _sequence(log_y_tiles, log_y.shape[1])
+    return _sequence(log_y_tiles, log_y.shape[1]), states[:, -1]
 
 
-def _causal_backward(inputs: Inputs, g_log_S: Tensor, g_log_s: Tensor) -> Inputs:
+def backward(inputs: Inputs, g_log_S: Tensor, g_log_s: Tensor) -> Inputs:
+    """Return gradients, given those of the log-sums (G, T, E) and of the last state (G, d_k, E)."""
     T = inputs.k.shape[1]
     tiles = _tiles_of(inputs)
     states = _states(tiles, inputs.log_s)
@@ -208,8 +169,10 @@ def _causal_backward(inputs: Inputs, g_log_S: Tensor, g_log_s: Tensor) -> Inputs
             for gradient, tile_gradient in zip(gradients, tile_gradients, strict=True):
                 gradient[heads, n] = tile_gradient
         g_log_s = g_before
-    g_q, g_k, g_v, g_f = (_sequence(x, T) for x in gradients)
-    return Inputs(g_q, g_k, g_v[..., :-1], g_f, g_log_s)
+    g_q = _sequence(gradients.q, T)
+    g_k = _sequence(gradients.k, T)
+    g_v = _sequence(gradients.log_v, T)[..., :-1]
+    return Inputs(g_q, g_k, g_v, _sequence(gradients.log_f, T), g_log_s)
 
 
 def _some_at_a_time(wanted: Tensor, states: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -76,8 +76,8 @@ class Frames(NamedTuple):
     """(N, B, H, d_k, E), N - 1 with all chunks: from M after a chunk to M in the frame of the next one."""
     last: Tensor
     """(B, H, d_k, E): of M after the last chunk."""
-    C: int | None
-    """Tokens of a chunk; None if all tokens are one."""
+    C: int
+    """Tokens of a chunk."""
     chunks: slice
     """The indices of these chunks."""
     keys_differ: bool
@@ -104,13 +104,12 @@ class Frames(NamedTuple):
 
     def split(self, x: Tensor, fill: float) -> Tensor:
         """Split tokens (B, H, t, D) into these chunks, in the accumulation type: (n, B, H, C, D)."""
-        return split(x.to(self.value.dtype), self.C or x.shape[2], fill)
+        return split(x.to(self.value.dtype), self.C, fill)
 
 
-def frames_of(inputs: Inputs, causal: bool) -> Frames:
-    """Return the frames of all chunks (one chunk if not causal), including the state's tokens as far as known."""
-    n_keys = inputs.k.shape[2]
-    C = min(CHUNK, n_keys) if causal else n_keys
+def frames_of(inputs: Inputs) -> Frames:
+    """Return the frames of all chunks, including the state's tokens as far as known."""
+    C = min(CHUNK, inputs.k.shape[2])
     log_s = inputs.log_s  # (B, H, d_k, E)
     log_z = log_s[..., -1]  # (B, H, d_k)
     # Of log_v, over the state's tokens: (B, H, E - 1).
@@ -138,8 +137,8 @@ def frames_of(inputs: Inputs, causal: bool) -> Frames:
         value=value_start.unsqueeze(3),
         factor=torch.exp2(key_steps).unsqueeze(-1) * torch.exp2(value_steps).unsqueeze(-2),
         last=keys.end[-1].unsqueeze(-1) + finite(value_end[-1]).unsqueeze(-2),
-        C=C if causal else None,
-        chunks=slice(None if causal else 1),
+        C=C,
+        chunks=slice(None),
         keys_differ=keys.differ,
         values_differ=values.differ,
         lost=lost,
