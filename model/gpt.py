@@ -1,7 +1,8 @@
-"""The GPT: token embeddings, n-grams, positions, residual blocks, and the embeddings again as output layer.
+"""The GPT: token embeddings, n-grams, positions, residual blocks, and the embeddings again as
+output layer.
 
-The file reads in order: blocks, GPTConfig, GPT. Attention mechanisms are in model/attention, positions in
-model/position.py, and the memory of n-grams in model/ngrams.py.
+The file reads in order: blocks, GPTConfig, GPT. Attention mechanisms are in model/attention,
+positions in model/position.py, and the memory of n-grams in model/ngrams.py.
 """
 
 from collections.abc import Callable
@@ -53,11 +54,14 @@ class MLPConfig(Settings, defaults="model/block/mlp"):
 
     name: Literal["mlp"]
     expansion: int = Field(ge=1, le=2**24)
-    """Hidden features of the MLP, as a multiple of n_embd; swiglu has two thirds of them, and as many parameters."""
+    """Hidden features of the MLP, as a multiple of n_embd; swiglu has two thirds of them, and as
+    many parameters."""
     activation: Literal["gelu", "swiglu", "relu2"]
-    """gelu: GPT-2's, by tanh; swiglu: silu(a) b for two halves of the features (Shazeer 2020); relu2: relu(x)^2."""
+    """gelu: GPT-2's, by tanh; swiglu: silu(a) b for two halves of the features (Shazeer 2020);
+    relu2: relu(x)^2."""
     zero_init: bool
-    """Whether both projections back to the residual stream start at 0, so that the block starts as the identity."""
+    """Whether both projections back to the residual stream start at 0, so that the block starts as
+    the identity."""
     conv: Literal[0, 4]
     """Width of causal convolutions over each feature that attention and MLP read; 0: none.
 
@@ -91,7 +95,8 @@ class Block(nn.Module):
 
 
 class GLUBlock(Block):
-    """x + Linear(GLU(Linear(attention(LayerNorm(x))))): the published residual layer, with torch's initial values."""
+    """x + Linear(GLU(Linear(attention(LayerNorm(x))))): the published residual layer, with torch's
+    initial values."""
 
     def __init__(self, config: "GPTConfig", attention: Attention) -> None:
         super().__init__()
@@ -113,8 +118,9 @@ class GLUBlock(Block):
 class MLPBlock(Block):
     """GPT-2's pre-norm block (Radford et al. 2019) with its initial values.
 
-    Weights of all linear layers are drawn from N(0, 1 / (3 n_embd)), which is GPT-2's 0.02 at 768 features. Weights of
-    projections back to the residual stream are divided by sqrt(2 n_layer), or 0 with `zero_init`. Biases start at 0.
+    Weights of all linear layers are drawn from N(0, 1 / (3 n_embd)), which is GPT-2's 0.02 at 768
+    features. Weights of projections back to the residual stream are divided by sqrt(2 n_layer), or
+    0 with `zero_init`. Biases start at 0.
     """
 
     def __init__(self, config: "GPTConfig", attention: Attention) -> None:
@@ -157,7 +163,8 @@ class MLPBlock(Block):
     def residual(
         self, x: Tensor, state: Any, positions: Positions, return_state: bool
     ) -> tuple[Tensor, Any]:
-        """Compute `forward`. With convolutions, the state has the inputs that they still need, too."""
+        """Compute `forward`. With convolutions, the state has the inputs that they still need,
+        too."""
         has_conv = self.conv_mlp is not None
         starts = positions.document_starts
         attention_inputs = None
@@ -187,16 +194,18 @@ _BLOCKS: dict[str, type[GLUBlock | MLPBlock]] = {"glu": GLUBlock, "mlp": MLPBloc
 
 
 class GPTConfig(Settings):
-    """The architecture. Attention, block and position can be combined freely, except log-space and rotary.
+    """The architecture. Attention, block and position can be combined freely, except log-space and
+    rotary.
 
-    Sizes have bounds far above any practical use, so that a model of an untrusted configuration can be created on the
-    meta device in seconds, and no tensor has more elements than torch can count.
+    Sizes have bounds far above any practical use, so that a model of an untrusted configuration can
+    be created on the meta device in seconds, and no tensor has more elements than torch can count.
     """
 
     n_vocab: int = Field(ge=1, le=2**24)
     """Number of token ids, which are 0 to n_vocab - 1."""
     pad_vocab: int = Field(1, ge=1, le=2**16)
-    """The number of rows of the embedding is rounded up to a multiple of this: 64 aligns matrix products on GPUs."""
+    """The number of rows of the embedding is rounded up to a multiple of this: 64 aligns matrix
+    products on GPUs."""
     n_layer: int = Field(ge=1, le=1024)
     """Residual blocks."""
     n_head: int = Field(ge=1, le=2**12)
@@ -208,16 +217,18 @@ class GPTConfig(Settings):
     attention: AttentionConfig
     """Attention used by every layer, unless attention_pattern is set."""
     attention_pattern: list[AttentionConfig] | None = Field(None, min_length=1)
-    """Attention of each layer, repeated: with [log_space, softmax] layers alternate. An item is a mechanism with its
-    settings, or the name of a file in configs/model/attention. The name of the mechanism in `attention` stands for
-    `attention` with its settings."""
+    """Attention of each layer, repeated: with [log_space, softmax] layers alternate. An item is a
+    mechanism with its settings, or the name of a file in configs/model/attention. The name of the
+    mechanism in `attention` stands for `attention` with its settings."""
     block: BlockConfig
     position: PositionConfig
     ngrams: list[Annotated[int, Field(ge=1, le=64)]] = Field([], max_length=8)
-    """Lengths of strings in ascending order: every token sees what followed the last n tokens the last time they
-    occurred in the text, for the longest n that did. The state has one size. []: none."""
+    """Lengths of strings in ascending order: every token sees what followed the last n tokens the
+    last time they occurred in the text, for the longest n that did. The state has one size. []:
+    none."""
     norm: Literal["layer", "rms"] = "layer"
-    """Norms of blocks and of the output layer's input: LayerNorm, or RMSNorm (Zhang and Sennrich 2019)."""
+    """Norms of blocks and of the output layer's input: LayerNorm, or RMSNorm (Zhang and Sennrich
+    2019)."""
     tied: bool = True
     """Whether the output layer shares the embedding's weights."""
     logit_cap: float | None = Field(None, gt=0, allow_inf_nan=False)
@@ -279,7 +290,8 @@ class GPTConfig(Settings):
         """Raise ValueError if the state grows with the text, and so does not fit `setting`.
 
         Args:
-            from_empty: whether the state must have its size before the first token, too: `initial_state` is needed.
+            from_empty: whether the state must have its size before the first token, too:
+                `initial_state` is needed.
         """
         if self.max_len is not None:
             raise ValueError(
@@ -355,8 +367,8 @@ class GPT(nn.Module):
         """Create the model.
 
         Args:
-            eot_id: the token that starts a document. Its tokens do not see earlier documents. None: all tokens see
-                each other.
+            eot_id: the token that starts a document. Its tokens do not see earlier documents. None:
+                all tokens see each other.
 
         Raises:
             ValueError: attention cannot keep documents apart.
@@ -370,7 +382,8 @@ class GPT(nn.Module):
         self.constant_state = constant_layers and config.max_len is None
         """Whether the state has one size, whatever the number of tokens."""
         self.recompute: Recompute = "none"
-        """What a backward pass computes again instead of keeping it: of blocks, and of reading the n-grams' memory."""
+        """What a backward pass computes again instead of keeping it: of blocks, and of reading the
+        n-grams' memory."""
         device = torch.get_default_device()
         with torch.device("meta"):
             self.embed = Embedding(config.n_vocab_padded, config.n_embd)
@@ -395,7 +408,8 @@ class GPT(nn.Module):
         """Draw the weights with torch's generator of the CPU, in the order of `state_dict()`.
 
         Args:
-            shard_like: (a whole weight, its parameter) -> what this process holds of it, if parameters are sharded.
+            shard_like: (a whole weight, its parameter) -> what this process holds of it, if
+                parameters are sharded.
         """
         for module in self.modules():
             parameters = dict(module.named_parameters(recurse=False))
@@ -428,14 +442,16 @@ class GPT(nn.Module):
     ) -> Tensor | tuple[Tensor, GPTState]:
         """(B, T) ids -> (B, T, n_vocab) logits, or (logits, state) with `return_state`.
 
-        `state` is what an earlier call returned for the tokens before these, None at the start of a text.
+        `state` is what an earlier call returned for the tokens before these, None at the start of a
+        text.
         """
         x, state = self.features(token_ids, state, return_state)
         logits = self.logits(x)
         return (logits, state) if return_state else logits
 
     def logits(self, x: Tensor) -> Tensor:
-        """Output layer: (..., n_embd) -> (..., n_vocab). Padding rows have no logits here, but losses include them."""
+        """Output layer: (..., n_embd) -> (..., n_vocab). Padding rows have no logits here, but
+        losses include them."""
         logits = x @ self.embed.weight.T if self.config.tied else self.output(x)
         return capped(logits[..., : self.config.n_vocab], self.config.logit_cap)
 
@@ -452,7 +468,8 @@ class GPT(nn.Module):
 
         Args:
             token_ids, state, return_state: those of `forward`.
-            call_layer: calls a module with a state; context parallelism receives and sends the state around the call.
+            call_layer: calls a module with a state; context parallelism receives and sends the
+                state around the call.
 
         Raises:
             ValueError: T = 0.
@@ -498,7 +515,8 @@ class GPT(nn.Module):
     def _by_documents(
         self, token_ids: Tensor, starts: Tensor, state: GPTState | None
     ) -> tuple[Tensor, GPTState]:
-        """Compute `features` with a state that grows: each document of each row by itself, where they start apart."""
+        """Compute `features` with a state that grows: each document of each row by itself, where
+        they start apart."""
         starts = starts.cpu()
         if not starts.any():
             return self._features(token_ids, None, state, True)
@@ -521,7 +539,8 @@ class GPT(nn.Module):
         return x, cat_states(states)
 
     def initial_state(self, B: int) -> GPTState:
-        """The state of B texts before their first tokens, for models with `constant_state`; None means the same."""
+        """The state of B texts before their first tokens, for models with `constant_state`; None
+        means the same."""
         device = self.device
         layers = tuple(block.initial_state(B, device) for block in self.blocks)
         ngrams = self.ngrams.initial_state(B, device) if self.config.ngrams else None
@@ -552,7 +571,8 @@ class GPT(nn.Module):
         return_state: bool = False,
         call_layer: Callable[..., Any] = call_layer,
     ) -> Any:
-        """Sum of `token_losses`, computed with less memory. Without targets, None: for the state alone.
+        """Sum of `token_losses`, computed with less memory. Without targets, None: for the state
+        alone.
 
         `call_layer` is that of `features`.
         """
@@ -585,9 +605,10 @@ class GPT(nn.Module):
     def flops_per_token(self, seq_len: int) -> int:
         """Floating-point operations of one token's forward and backward pass, as MFU counts them.
 
-        2 + 4 for every weight in a matrix product, and three times the operations of the attention's forward pass.
-        An embedding lookup counts as none, and so does what a backward pass computes again (Chowdhery et al. 2022,
-        arXiv 2204.02311, appendix B): log attention's executes 1.5 times the operations that are counted for it.
+        2 + 4 for every weight in a matrix product, and three times the operations of the
+        attention's forward pass. An embedding lookup counts as none, and so does what a backward
+        pass computes again (Chowdhery et al. 2022, arXiv 2204.02311, appendix B): log attention's
+        executes 1.5 times the operations that are counted for it.
         """
         n_weights = 0
         attention = 0

@@ -27,8 +27,8 @@ def load_published(path: str | Path) -> GPT:
     """Build a GPT from weights of the published implementation, in the file's dtype.
 
     Args:
-        path: a safetensors file with `weights/NAME` for each parameter, and the architecture as JSON in its metadata's
-            `config`: vocab_sz, d_emb, n_layers, n_heads, d_key, d_val.
+        path: a safetensors file with `weights/NAME` for each parameter, and the architecture as
+            JSON in its metadata's `config`: vocab_sz, d_emb, n_layers, n_heads, d_key, d_val.
 
     Raises:
         UserError: the file cannot be read, or its tensors do not match its architecture.
@@ -79,12 +79,14 @@ def published_config(
 
 
 def published_name(ours: str) -> str:
-    """Return the published name of one of our parameters: blocks.3.gate.bias -> layers.3.feedforward2.0.bias."""
+    """Return the published name of one of our parameters: blocks.3.gate.bias ->
+    layers.3.feedforward2.0.bias."""
     return name_elsewhere(ours, _PUBLISHED_NAMES)
 
 
 def name_elsewhere(ours: str, names: Mapping[str, str]) -> str:
-    """Translate the name of one of our parameters by a mapping of module names, where {} is the layer's number.
+    """Translate the name of one of our parameters by a mapping of module names, where {} is the
+    layer's number.
 
     Raises:
         KeyError: the mapping does not contain the parameter's module.

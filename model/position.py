@@ -1,13 +1,14 @@
-"""Position encodings. Log-space and softmax attention do not depend on the order of tokens by themselves.
+"""Position encodings. Log-space and softmax attention do not depend on the order of tokens by
+themselves.
 
 A position is a module with
 
     forward(x (B, T, n_embd), state=None, starts=None) -> (x, rotation or None, state)
 
-Attention rotates its queries and keys by `rotation`. The state holds what the module needs of earlier tokens, with an
-entry for each row of a batch, since rows may be at different positions. `starts` is Positions.document_starts. If the
-size of the state is constant, `initial_state(B, device)` returns the state of B texts before their first tokens, which
-None also stands for.
+Attention rotates its queries and keys by `rotation`. The state holds what the module needs of
+earlier tokens, with an entry for each row of a batch, since rows may be at different positions.
+`starts` is Positions.document_starts. If the size of the state is constant, `initial_state(B,
+device)` returns the state of B texts before their first tokens, which None also stands for.
 """
 
 from typing import Annotated, Literal, NamedTuple
@@ -38,15 +39,16 @@ class Positions(NamedTuple):
 
     rotation: Rotation | None = None
     document_starts: Tensor | None = None
-    """(B, T), bool: True at the first token of each document, which does not see earlier ones. Attention with a state
-    needs `resets` or `by_distance`. None: all tokens are one document."""
+    """(B, T), bool: True at the first token of each document, which does not see earlier ones.
+    Attention with a state needs `resets` or `by_distance`. None: all tokens are one document."""
 
 
 NO_POSITIONS = Positions()
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate feature pairs (i, i + D / 2) of x (B, H, T, D) by their position's angles (Su et al. 2021, eq. 34)."""
+    """Rotate feature pairs (i, i + D / 2) of x (B, H, T, D) by their position's angles (Su et al.
+    2021, eq. 34)."""
     a, b = x.chunk(2, dim=-1)
     cos = rotation.cos.to(x.dtype).unsqueeze(-3)  # (B or 1, 1, T, D / 2)
     sin = rotation.sin.to(x.dtype).unsqueeze(-3)
@@ -54,7 +56,8 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 def last_positions(lengths: tuple[int, ...], n: int, device: torch.device) -> Tensor:
-    """Return the positions of the last n tokens of texts of these lengths: (B, n), or (1, n) if all lengths are equal.
+    """Return the positions of the last n tokens of texts of these lengths: (B, n), or (1, n) if all
+    lengths are equal.
 
     Positions before the first token, where there is no token, are negative.
     """
@@ -65,7 +68,8 @@ def last_positions(lengths: tuple[int, ...], n: int, device: torch.device) -> Te
 
 
 class LogRecurrencePosition(nn.Module):
-    """x + s, where s_t = log(p_t exp(s_{t-1}) + exp(h_t)) and a linear layer computes p and h. State: s (B, n_embd)."""
+    """x + s, where s_t = log(p_t exp(s_{t-1}) + exp(h_t)) and a linear layer computes p and h.
+    State: s (B, n_embd)."""
 
     def __init__(self, n_embd: int) -> None:
         super().__init__()
@@ -89,7 +93,8 @@ class LogRecurrencePosition(nn.Module):
 
 
 class LearnedPosition(nn.Module):
-    """x + a learned vector for each position. State: tokens seen so far, for each row; ignored with `starts`."""
+    """x + a learned vector for each position. State: tokens seen so far, for each row; ignored with
+    `starts`."""
 
     def __init__(self, n_embd: int, max_len: int) -> None:
         super().__init__()
@@ -99,7 +104,8 @@ class LearnedPosition(nn.Module):
     def forward(
         self, x: Tensor, state: tuple[int, ...] | None = None, starts: Tensor | None = None
     ) -> tuple[Tensor, None, tuple[int, ...]]:
-        """Raises ValueError if a sequence, including earlier tokens, has more tokens than positions."""
+        """Raises ValueError if a sequence, including earlier tokens, has more tokens than
+        positions."""
         T = x.shape[1]
         if state is None:
             state = (0,) * len(x)
@@ -166,7 +172,8 @@ class NoPosition(nn.Module):
 
 
 class LogRecurrenceConfig(Settings):
-    """A log-space recurrence over the tokens is added to them, as in the published model. No limit of length."""
+    """A log-space recurrence over the tokens is added to them, as in the published model. No limit
+    of length."""
 
     name: Literal["log_recurrence"]
 

@@ -1,7 +1,9 @@
-"""States as trees: combine the rows of several, select rows of one, name their tensors, or tell their size.
+"""States as trees: combine the rows of several, select rows of one, name their tensors, or tell
+their size.
 
-A state is a tree of tuples. Its leaves are tensors whose first dimension is the batch, tuples with an int for each row,
-None, and what is not part of the value. A mechanism whose state has this form needs no batching code.
+A state is a tree of tuples. Its leaves are tensors whose first dimension is the batch, tuples with
+an int for each row, None, and what is not part of the value. A mechanism whose state has this form
+needs no batching code.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +32,8 @@ def _per_row(x: Any) -> bool:
 def cat_states(states: Sequence[Any]) -> Any:
     """Combine the rows of all states, in order. Their texts can have different lengths.
 
-    Cache tensors (B, H, S, D) with different S get zeros in front, because all rows of a cache end together.
+    Cache tensors (B, H, S, D) with different S get zeros in front, because all rows of a cache end
+    together.
 
     Raises:
         ValueError: there are no states, or they are of different kinds.
@@ -74,7 +77,8 @@ def _name(path: KeyPath) -> str:
 
 
 def tensors_of(state: Any) -> dict[str, Tensor]:
-    """The tensors of a state, and the ints of its rows as int64 (B,), named by their paths in it: layers.0.log_s."""
+    """The tensors of a state, and the ints of its rows as int64 (B,), named by their paths in it:
+    layers.0.log_s."""
     tensors = {}
     for path, x in tree_flatten_with_path(state, is_leaf=_per_row)[0]:
         if isinstance(x, Tensor):
@@ -85,7 +89,8 @@ def tensors_of(state: Any) -> dict[str, Tensor]:
 
 
 def restored(like: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return a state of the same structure as `like` whose tensors are those of `tensors`, by name."""
+    """Return a state of the same structure as `like` whose tensors are those of `tensors`, by
+    name."""
 
     def value(path: KeyPath, x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -103,7 +108,8 @@ def state_bytes(state: Any) -> int:
 
 
 def lengthened(gpt: nn.Module, state: Any, n: int) -> Any:
-    """Return a state of the size after n tokens. Keys and values share memory until a token is appended."""
+    """Return a state of the size after n tokens. Keys and values share memory until a token is
+    appended."""
     patterns = [module.patterns for module in gpt.modules() if isinstance(module, SparseAttention)]
     patterns.reverse()  # to be popped in the order of the layers
 

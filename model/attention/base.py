@@ -38,9 +38,11 @@ class AttentionSettings(Settings, defaults="attention_parts"):
     conv: Literal[0, 4]
     """Width of a causal convolution over each feature of queries, keys and values; 0: none."""
     qk_norm: bool
-    """Whether queries and keys are divided by their root mean square, with a learned factor for each feature."""
+    """Whether queries and keys are divided by their root mean square, with a learned factor for
+    each feature."""
     gate: Literal["none", "silu", "sigmoid"]
-    """Function of a linear layer's output by which the result is multiplied, before it is projected back."""
+    """Function of a linear layer's output by which the result is multiplied, before it is projected
+    back."""
 
     mechanism: ClassVar[Callable[..., "Attention"]]
     """(self, n_embd, n_head, head_dim) -> the module without its options."""
@@ -71,7 +73,8 @@ class ForgettingSettings(AttentionSettings):
     """Settings of mechanisms that can forget earlier tokens."""
 
     decay: Literal["none", "head"]
-    """What is forgotten of earlier tokens: nothing, or a share for each head that depends on the token."""
+    """What is forgotten of earlier tokens: nothing, or a share for each head that depends on the
+    token."""
 
     @property
     def forgets(self) -> bool:
@@ -82,7 +85,8 @@ class SharedHeadSettings(AttentionSettings):
     """Settings of mechanisms whose query heads can share key and value heads."""
 
     n_kv_head: int | None = Field(ge=1)
-    """Key and value heads, a divisor of n_head; null: n_head, one for each query head; 1: one for all."""
+    """Key and value heads, a divisor of n_head; null: n_head, one for each query head; 1: one for
+    all."""
 
     def check(self, n_head: int, head_dim: int, max_len: int | None) -> None:
         """Raise ValueError if the query heads cannot share their key and value heads evenly."""
@@ -97,13 +101,15 @@ class Forgetting(NamedTuple):
     """What a token no longer sees of the tokens before it."""
 
     log_f: Tensor | None = None
-    """(B, n_head, T, 1): logarithm of the share that a head keeps at a token; -inf: nothing. None: all."""
+    """(B, n_head, T, 1): logarithm of the share that a head keeps at a token; -inf: nothing. None:
+    all."""
     document_starts: Tensor | None = None
     """(B, T), bool: where documents start; None if `log_f` already encodes it."""
 
 
 class Decay(nn.Module):
-    """Gates of tokens x (B, T, n_embd): log_f = log sigmoid(bias + linear(x)), (B, n_head, T, 1) (Lin et al. 2025)."""
+    """Gates of tokens x (B, T, n_embd): log_f = log sigmoid(bias + linear(x)), (B, n_head, T, 1)
+    (Lin et al. 2025)."""
 
     def __init__(self, n_embd: int, n_head: int) -> None:
         super().__init__()
@@ -123,26 +129,31 @@ class Decay(nn.Module):
 
 
 class Attention(nn.Module):
-    """Mixes tokens. Owns the projections to queries, keys and values; the block projects the result back.
+    """Mixes tokens. Owns the projections to queries, keys and values; the block projects the result
+    back.
 
-    A mechanism implements `split`, `attend` and `naive_attend`. Mechanisms that rotate more than queries and keys
-    override `mix` or `join`. The options are the same for all mechanisms.
+    A mechanism implements `split`, `attend` and `naive_attend`. Mechanisms that rotate more than
+    queries and keys override `mix` or `join`. The options are the same for all mechanisms.
     """
 
     split: Callable[[Tensor], Sequence[Tensor]]
     """(B, T, n_qkv) -> q, k, v (B, heads, T, features); without v, keys are the values too."""
     attend: Callable[[Tensor, Tensor, Tensor, Forgetting, Any, bool], tuple[Tensor, Any]]
-    """(q, k, v, forgetting, state, return_state) -> results (B, n_head, T, features), and the state if it is wanted."""
+    """(q, k, v, forgetting, state, return_state) -> results (B, n_head, T, features), and the state
+    if it is wanted."""
     naive_attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     """(q, k, v, log_f) -> results of a text from its beginning, from the equation in the source."""
     empty: Callable[[int, torch.device], Any]
-    """(B, device) -> what `attend` takes as the state of B texts before their first tokens, if it has one size."""
+    """(B, device) -> what `attend` takes as the state of B texts before their first tokens, if it
+    has one size."""
     flops_per_token: Callable[[int], int]
-    """seq_len -> floating-point operations of the forward pass per token, without the projections."""
+    """seq_len -> floating-point operations of the forward pass per token, without the
+    projections."""
     resets = False
     """Whether log_f = -inf makes a token the first of a document."""
     by_distance = False
-    """Whether `attend` takes document_starts together with a state, because what a token sees depends on distances."""
+    """Whether `attend` takes document_starts together with a state, because what a token sees
+    depends on distances."""
 
     def __init__(
         self, n_embd: int, n_head: int, n_out: int, sizes: Sequence[int], n_repeat: int = 1
@@ -188,7 +199,8 @@ class Attention(nn.Module):
                 nn.init.ones_(scale)
 
     def copy_weights(self) -> None:
-        """Make weights equal that start as copies of others; called whenever weights have been drawn."""
+        """Make weights equal that start as copies of others; called whenever weights have been
+        drawn."""
 
     def forward(
         self,
@@ -197,13 +209,15 @@ class Attention(nn.Module):
         state: Any = None,
         return_state: bool = False,
     ) -> tuple[Tensor, Any]:
-        """(B, T, n_embd) -> (B, T, n_out), and with `return_state` the state for the tokens that follow, else None.
+        """(B, T, n_embd) -> (B, T, n_out), and with `return_state` the state for the tokens that
+        follow, else None.
 
-        `state` is what an earlier call returned for the tokens before these. A state is a value: the call does not
-        change it, and model/state.py batches the rows of several states.
+        `state` is what an earlier call returned for the tokens before these. A state is a value:
+        the call does not change it, and model/state.py batches the rows of several states.
 
         Raises:
-            ValueError: documents start, and there is a state, or one is wanted, and the mechanism cannot do that.
+            ValueError: documents start, and there is a state, or one is wanted, and the mechanism
+                cannot do that.
         """
         starts = positions.document_starts
         has_state = return_state or state is not None
@@ -234,20 +248,23 @@ class Attention(nn.Module):
     def features(
         self, x: Tensor, conv_inputs: Tensor | None = None, starts: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """(B, T, n_embd) -> queries, keys and values (B, T, n_qkv), and what the convolution needs for later tokens."""
+        """(B, T, n_embd) -> queries, keys and values (B, T, n_qkv), and what the convolution needs
+        for later tokens."""
         return causal_conv(self.qkv(x), self.conv, conv_inputs, starts)
 
     def mix(
         self, x: Tensor, features: Tensor, positions: Positions, state: Any, return_state: bool
     ) -> tuple[Tensor, Any]:
-        """Attend with queries, keys and values `features` (B, T, n_qkv) of tokens x: (B, T, n_out), and the state."""
+        """Attend with queries, keys and values `features` (B, T, n_qkv) of tokens x: (B, T, n_out),
+        and the state."""
         forgetting = self.forgetting(x, positions.document_starts)
         q, k, v = self.project(features, positions.rotation)
         y, state = self.attend(q, k, v, forgetting, state, return_state)
         return self.join(y, positions.rotation), state
 
     def forgetting(self, x: Tensor, starts: Tensor | None = None) -> Forgetting:
-        """What tokens x (B, T, n_embd) forget; mechanisms that reset forget everything where a document starts."""
+        """What tokens x (B, T, n_embd) forget; mechanisms that reset forget everything where a
+        document starts."""
         log_f = None if self.decay is None else self.decay(x)
         if starts is None or not self.resets:
             return Forgetting(log_f, starts)
@@ -275,16 +292,19 @@ class Attention(nn.Module):
         return torch.ones(1, T, T, dtype=torch.bool, device=self.qkv.weight.device).tril()
 
     def chunked_flops(self, seq_len: int, d_key: int, d_val: int) -> int:
-        """flops_per_token in chunks of C: C x C scores, their product with the values, the state read and written."""
+        """flops_per_token in chunks of C: C x C scores, their product with the values, the state
+        read and written."""
         C = min(CHUNK, seq_len)
         return 2 * self.n_head * (C * d_key + C * d_val + 2 * d_key * d_val)
 
 
 class MultiHeadAttention(Attention):
-    """Attention with n_head query heads over n_kv_head key and value heads, all of `head_dim` features.
+    """Attention with n_head query heads over n_kv_head key and value heads, all of `head_dim`
+    features.
 
-    With n_kv_head = n_head this is multi-head attention (Vaswani et al. 2017), with 1 multi-query (Shazeer 2019), and
-    in between grouped-query: query head h uses key and value head h // (n_head / n_kv_head) (Ainslie et al. 2023).
+    With n_kv_head = n_head this is multi-head attention (Vaswani et al. 2017), with 1 multi-query
+    (Shazeer 2019), and in between grouped-query: query head h uses key and value head h // (n_head
+    / n_kv_head) (Ainslie et al. 2023).
     """
 
     def __init__(
@@ -319,10 +339,12 @@ class MultiHeadAttention(Attention):
         return masked_attention(q, k, v, self.mask(q.shape[2]), log_f)
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Scores and their product with the values. On average a causal token attends to half of the sequence."""
+        """Scores and their product with the values. On average a causal token attends to half of
+        the sequence."""
         return 2 * self.n_head * seq_len * self.head_dim
 
 
 def _rms_norm(x: Tensor, scale: Tensor) -> Tensor:
-    """x (..., D) divided by its root mean square and multiplied by `scale`, in the type of x also under autocast."""
+    """x (..., D) divided by its root mean square and multiplied by `scale`, in the type of x also
+    under autocast."""
     return (rms_norm(x, x.shape[-1:], eps=_EPS) * scale).to(x.dtype)

@@ -1,11 +1,12 @@
 """Keys and values of earlier tokens, for mechanisms that attend to all or some of them.
 
-A cache is a value. It is a view into a buffer with room behind it, where the next tokens are written, so a decoding
-step usually copies only the new token. The buffer records how far it has been written: continuing the same cache a
-second time makes a copy, and no tokens are overwritten.
+A cache is a value. It is a view into a buffer with room behind it, where the next tokens are
+written, so a decoding step usually copies only the new token. The buffer records how far it has
+been written: continuing the same cache a second time makes a copy, and no tokens are overwritten.
 
-All rows of a batch end in the last column, which holds each row's latest token, no matter how many tokens came before.
-So all rows are written in the same place. A row with fewer tokens than columns has zeros in front, which are masked.
+All rows of a batch end in the last column, which holds each row's latest token, no matter how many
+tokens came before. So all rows are written in the same place. A row with fewer tokens than columns
+has zeros in front, which are masked.
 """
 
 from collections.abc import Sequence
@@ -46,8 +47,8 @@ class KVCache(NamedTuple):
         """Add T tokens with keys (B, H, T, D) and values (B, H, T, E).
 
         Returns:
-            The new cache; its keys (B, H, S + T, D) and values; and a bool mask (B or 1, 1, T, S + T) of the keys that
-            the T new tokens may attend to, or None if these are all.
+            The new cache; its keys (B, H, S + T, D) and values; and a bool mask (B or 1, 1, T, S +
+            T) of the keys that the T new tokens may attend to, or None if these are all.
         """
         T = k.shape[2]
         lengths = tuple(n + T for n in self.lengths)
@@ -104,8 +105,8 @@ def attend_to_all(
 class SparseCache(NamedTuple):
     """Keys and values that later tokens can still attend to by the patterns of their heads.
 
-    For patterns of limited reach, such as windows, these are the last columns. For others, columns that no later token
-    can attend to are dropped every 64 tokens.
+    For patterns of limited reach, such as windows, these are the last columns. For others, columns
+    that no later token can attend to are dropped every 64 tokens.
     """
 
     k: Tensor
@@ -113,7 +114,8 @@ class SparseCache(NamedTuple):
     v: Tensor
     """(B, H, S, E)."""
     place: Tensor
-    """(B, 1, S), int32: the number of each column's token in its text, counted from 1; 0: no token."""
+    """(B, 1, S), int32: the number of each column's token in its text, counted from 1; 0: no
+    token."""
     lengths: tuple[int, ...]
     """Tokens seen, for each row, including dropped ones."""
     buffer: "_Buffer | None" = None
@@ -136,7 +138,8 @@ class SparseCache(NamedTuple):
         dtype: torch.dtype,
         device: torch.device,
     ) -> "SparseCache":
-        """Return the cache before the first token, with all columns that patterns of limited reach ever need."""
+        """Return the cache before the first token, with all columns that patterns of limited reach
+        ever need."""
         S = reach_of(patterns) or 0
         k = torch.zeros(B, H, S, D, dtype=dtype, device=device)
         place = torch.zeros(B, 1, S, dtype=torch.int32, device=device)
@@ -148,8 +151,9 @@ class SparseCache(NamedTuple):
         """Add T tokens with keys (B, H, T, D) and values (B, H, T, E).
 
         Returns:
-            The new cache; keys (B, H, S, D) and values that include all that the T tokens may attend to; the positions
-            of these columns in their texts, (B, S), negative for columns without a token.
+            The new cache; keys (B, H, S, D) and values that include all that the T tokens may
+            attend to; the positions of these columns in their texts, (B, S), negative for columns
+            without a token.
         """
         T = k.shape[2]
         lengths = tuple(n + T for n in self.lengths)
@@ -172,7 +176,8 @@ class SparseCache(NamedTuple):
         return self._replace(place=self.place.masked_fill(is_old, 0))
 
     def _pruned(self, patterns: Sequence[Pattern]) -> "SparseCache":
-        """Drop columns that no later token can attend to; if the last columns remain, return a view of them."""
+        """Drop columns that no later token can attend to; if the last columns remain, return a view
+        of them."""
         S = self.k.shape[2]
         reach = reach_of(patterns)
         if reach is not None:
@@ -214,7 +219,8 @@ class _Buffer:
         self.written = columns.stop
 
     def can_extend(self, k: Tensor, T: int) -> bool:
-        """Whether T columns fit behind the view k, none are written there yet, and torch allows writing them."""
+        """Whether T columns fit behind the view k, none are written there yet, and torch allows
+        writing them."""
         if k.untyped_storage().data_ptr() != self.k.untyped_storage().data_ptr():
             return False
         if self.k.is_inference() and not torch.is_inference_mode_enabled():
@@ -231,7 +237,8 @@ def _extend(
     v: Tensor,
     in_place: bool = True,
 ) -> tuple[Tensor, Tensor, _Buffer | None]:
-    """Append T columns to S: keys (B, H, S + T, D), values (B, H, S + T, E), and the buffer that they are in."""
+    """Append T columns to S: keys (B, H, S + T, D), values (B, H, S + T, E), and the buffer that
+    they are in."""
     if torch.is_grad_enabled() or not in_place:  # a backward pass may need the earlier contents
         return torch.cat([k_before, k], dim=2), torch.cat([v_before, v], dim=2), None
     n = k_before.shape[2] + k.shape[2]

@@ -15,7 +15,8 @@ from model.ops.linear_attention import (
 
 
 class LinearConfig(ForgettingSettings, defaults="model/attention/linear"):
-    """Similarity phi(q)^T phi(k) with phi(x) = elu(x) + 1, in time linear in the sequence length."""
+    """Similarity phi(q)^T phi(k) with phi(x) = elu(x) + 1, in time linear in the sequence
+    length."""
 
     name: Literal["linear"]
     constant_state: ClassVar[bool] = True
@@ -27,8 +28,8 @@ class LinearConfig(ForgettingSettings, defaults="model/attention/linear"):
 class LinearAttention(MultiHeadAttention):
     """Causal multi-head linear attention; its state is a sum over the tokens so far.
 
-    Queries and keys are rotated before phi, so that weights stay positive and add up to 1. They do not if phi's result
-    is rotated (Su et al. 2021, eq. 19).
+    Queries and keys are rotated before phi, so that weights stay positive and add up to 1. They do
+    not if phi's result is rotated (Su et al. 2021, eq. 19).
     """
 
     resets = True

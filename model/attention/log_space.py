@@ -1,4 +1,5 @@
-"""Log-space attention (Heinsen 2024): softmax attention in log space, with a state of constant size."""
+"""Log-space attention (Heinsen 2024): softmax attention in log space, with a state of constant
+size."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, cast
@@ -30,8 +31,8 @@ class _Sizes(ForgettingSettings, defaults="model/attention/log_space"):
     d_val: int | None = Field(ge=1, le=2**24)
     """Features of a head's values; null: head_dim."""
     product: bool
-    """Whether the similarity is a product of two, each of half of the features: the state then has a feature for each
-    pair of one in the first half and one in the second, (d_key / 2)^2 in all."""
+    """Whether the similarity is a product of two, each of half of the features: the state then has
+    a feature for each pair of one in the first half and one in the second, (d_key / 2)^2 in all."""
 
     def check(self, n_head: int, head_dim: int, max_len: int | None) -> None:
         """Raise ValueError if there are no halves."""
@@ -45,7 +46,8 @@ class _Sizes(ForgettingSettings, defaults="model/attention/log_space"):
 
 
 class LogSpaceConfig(_Sizes):
-    """Similarity log(exp(q) exp(k)^T); keys, queries and values are logarithms, and so is the result."""
+    """Similarity log(exp(q) exp(k)^T); keys, queries and values are logarithms, and so is the
+    result."""
 
     name: Literal["log_space"]
 
@@ -119,7 +121,8 @@ class LogSpaceAttention(Attention):
 
 
 class LogSpaceSignedAttention(LogSpaceAttention):
-    """Log-space attention over values v of either sign: y = exp(log_y of v > 0) - exp(log_y of v < 0)."""
+    """Log-space attention over values v of either sign: y = exp(log_y of v > 0) - exp(log_y of v <
+    0)."""
 
     signs = 2
 
@@ -141,7 +144,8 @@ class LogSpaceSignedAttention(LogSpaceAttention):
         return (positive - negative).to(dtype), after
 
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
-        """softmax(log(exp(q) exp(k)^T)) v with explicit weights, to which the signs of v do not matter."""
+        """softmax(log(exp(q) exp(k)^T)) v with explicit weights, to which the signs of v do not
+        matter."""
         terms = q.unsqueeze(3) + k.unsqueeze(2)  # (B, H, T, T, d_k)
         if log_f is not None:
             terms = terms + forgotten(log_f)
@@ -156,6 +160,7 @@ def pairs_of(x: Tensor) -> Tensor:
 
 
 def _away_from_zero(v: Tensor) -> Tensor:
-    """Replace values below 1e-30 by 1e-30, but keep v's gradient: y is linear in v, yet v's gradient passes log |v|."""
+    """Replace values below 1e-30 by 1e-30, but keep v's gradient: y is linear in v, yet v's
+    gradient passes log |v|."""
     lacking = torch.where(v.abs() < _SMALLEST_VALUE, _SMALLEST_VALUE - v.detach(), 0)
     return v + lacking

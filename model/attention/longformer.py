@@ -1,4 +1,5 @@
-"""Causal Longformer attention (Beltagy et al. 2020): a window, and global tokens with their own projections."""
+"""Causal Longformer attention (Beltagy et al. 2020): a window, and global tokens with their own
+projections."""
 
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -48,17 +49,19 @@ class LongformerState(NamedTuple):
     local: SparseCache
     """Keys and values of the window and of the global tokens, as all tokens attend to them."""
     k_global: Tensor
-    """(B, n_kv_head, n_global, head_dim): global tokens' keys for attention among each other, zeros until they come."""
+    """(B, n_kv_head, n_global, head_dim): global tokens' keys for attention among each other, zeros
+    until they come."""
     v_global: Tensor
     """Their values, of the same shape."""
 
 
 class LongformerAttention(SparseAttention):
-    """Every token attends to a window and the global tokens by the projections q, k, v (section 3.1, figure 2d).
+    """Every token attends to a window and the global tokens by the projections q, k, v (section
+    3.1, figure 2d).
 
-    The first n_global tokens are global: the result of their own projections q_g, k_g, v_g ("linear projections for
-    global attention"), which start equal to q, k, v, replaces the other. Because attention is causal, global tokens
-    attend to each other only.
+    The first n_global tokens are global: the result of their own projections q_g, k_g, v_g ("linear
+    projections for global attention"), which start equal to q, k, v, replaces the other. Because
+    attention is causal, global tokens attend to each other only.
     """
 
     def __init__(self, settings: LongformerConfig, n_embd: int, n_head: int, head_dim: int) -> None:
@@ -102,7 +105,8 @@ class LongformerAttention(SparseAttention):
         return y, LongformerState(after, k_global, v_global)
 
     def _extended(self, x: Tensor | None, new: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        """Add new global tokens to x (B, n_kv_head, n_global, head_dim); row b has lengths[b] earlier tokens."""
+        """Add new global tokens to x (B, n_kv_head, n_global, head_dim); row b has lengths[b]
+        earlier tokens."""
         if x is None:
             return pad(new, (0, 0, 0, self.n_global - new.shape[2]))
         x = x.clone()  # the earlier state must not change
@@ -112,7 +116,8 @@ class LongformerAttention(SparseAttention):
         return x
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Only global tokens use their projections, but the model counts them for every token: subtract the rest."""
+        """Only global tokens use their projections, but the model counts them for every token:
+        subtract the rest."""
         share = max(seq_len - self.n_global, 0) / seq_len  # of tokens that are not global
         unused = round(2 * self.qkv_global.weight.numel() * share)
         return super().flops_per_token(seq_len) - unused

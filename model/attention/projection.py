@@ -1,4 +1,5 @@
-"""Projection attention (Sanger 2025): weights decrease with the squared distance between query and key."""
+"""Projection attention (Sanger 2025): weights decrease with the squared distance between query and
+key."""
 
 import math
 from typing import Any, Literal
@@ -24,10 +25,12 @@ class ProjectionConfig(SharedHeadSettings, defaults="model/attention/projection"
 
     name: Literal["projection"]
     values: Literal["keys", "own"]
-    """keys: the keys are also the values, which saves a projection and half of the cache; own: values are projected."""
+    """keys: the keys are also the values, which saves a projection and half of the cache; own:
+    values are projected."""
     sigma: float | None = Field(ge=1e-6, le=1e6)
-    """Distance at which a weight is exp(-1/2); null: head_dim^(1/4), which corresponds to softmax attention's scale
-    1 / sqrt(head_dim), because q and k are not normalised here. The paper's 0.01 is for rows of norm 1."""
+    """Distance at which a weight is exp(-1/2); null: head_dim^(1/4), which corresponds to softmax
+    attention's scale 1 / sqrt(head_dim), because q and k are not normalised here. The paper's 0.01
+    is for rows of norm 1."""
     learned: bool
     """Whether each head learns its own sigma, starting from `sigma`."""
 
@@ -38,8 +41,8 @@ class ProjectionConfig(SharedHeadSettings, defaults="model/attention/projection"
 class ProjectionAttention(MultiHeadAttention):
     """Causal multi-head attention by distance; its state is a cache of keys and values.
 
-    If keys are also the values, a rotation applies to them, and the result is rotated back by its query's angles, so
-    that it depends on the distance between tokens and not on their positions.
+    If keys are also the values, a rotation applies to them, and the result is rotated back by its
+    query's angles, so that it depends on the distance between tokens and not on their positions.
     """
 
     def __init__(self, settings: ProjectionConfig, n_embd: int, n_head: int, head_dim: int) -> None:

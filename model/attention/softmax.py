@@ -33,12 +33,14 @@ _KERNELS = {
 class SoftmaxConfig(SharedHeadSettings, ForgettingSettings, defaults="model/attention/softmax"):
     """softmax(q k^T / sqrt(head_dim)) v, by torch's fused kernels.
 
-    With decay, scores have the logarithm of what a head forgets between key and query added (Lin et al. 2025).
+    With decay, scores have the logarithm of what a head forgets between key and query added (Lin et
+    al. 2025).
     """
 
     name: Literal["softmax"]
     kernel: Literal["auto", "flash", "efficient", "cudnn", "math"]
-    """torch's kernel for whole texts, as in training; auto: the fastest that can run. Decoding always uses auto."""
+    """torch's kernel for whole texts, as in training; auto: the fastest that can run. Decoding
+    always uses auto."""
 
     @model_validator(mode="after")
     def _kernel_fits(self) -> "SoftmaxConfig":
@@ -50,9 +52,8 @@ class SoftmaxConfig(SharedHeadSettings, ForgettingSettings, defaults="model/atte
 
     def check_documents(self) -> None:
         if self.kernel != "auto":
-            raise ValueError(
-                f"kernel={self.kernel} cannot be used with data.document_reset=true, a mask: use auto"
-            )
+            what = f"kernel={self.kernel} cannot be used with data.document_reset=true, a mask"
+            raise ValueError(f"{what}: use auto")
 
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "SoftmaxAttention":
         return SoftmaxAttention(self, n_embd, n_head, head_dim)
@@ -117,10 +118,11 @@ class SoftmaxAttention(MultiHeadAttention):
         return y[..., : self.head_dim].to(q.dtype), (cache, a[:, :, -1:])
 
     def _with_gates(self, q: Tensor, k: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-        """Return q and k with features that add a_t - a_j to scores, so that torch's fused kernels can be used.
+        """Return q and k with features that add a_t - a_j to scores, so that torch's fused kernels
+        can be used.
 
-        Each a is a sum of two numbers, and a feature of 1 reads each. Rounding grows with the text: scores err by about
-        1e-7 a, and a is all that was forgotten since the text started.
+        Each a is a sum of two numbers, and a feature of 1 reads each. Rounding grows with the text:
+        scores err by about 1e-7 a, and a is all that was forgotten since the text started.
         """
         scaled = a * self.head_dim**0.5
         high = scaled.to(q.dtype)
@@ -145,7 +147,8 @@ def _say_kernel(
 def _kernel_in_use(
     setting: str, device: str, dtype: torch.dtype, n_head: int, n_kv_head: int, head_dim: int
 ) -> str:
-    """Return which of torch's kernels such a model uses for whole texts: "flash", "efficient", "cudnn" or "math".
+    """Return which of torch's kernels such a model uses for whole texts: "flash", "efficient",
+    "cudnn" or "math".
 
     Raises:
         UserError: the requested kernel cannot run.

@@ -1,4 +1,5 @@
-"""Sparse softmax attention: sliding windows (Beltagy et al. 2020), strided and fixed patterns (Child et al. 2019)."""
+"""Sparse softmax attention: sliding windows (Beltagy et al. 2020), strided and fixed patterns
+(Child et al. 2019)."""
 
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -29,14 +30,16 @@ _SAMPLES = 256  # queries whose keys are counted to estimate the operations
 
 
 class SlidingWindowConfig(SharedHeadSettings, defaults="model/attention/sliding_window"):
-    """The last `window` keys, including the query's own; with dilation, every (dilation + 1)-th key."""
+    """The last `window` keys, including the query's own; with dilation, every (dilation + 1)-th
+    key."""
 
     name: Literal["sliding_window"]
     constant_state: ClassVar[bool] = True
     window: _Keys | tuple[_Keys, ...]
     """Keys that a query attends to; a list gives one number for each head."""
     dilation: _Gap | tuple[_Gap | None, ...] | None
-    """Keys skipped between two keys of the window; null: none; a list gives one item for each head."""
+    """Keys skipped between two keys of the window; null: none; a list gives one item for each
+    head."""
 
     def check(self, n_head: int, head_dim: int, max_len: int | None) -> None:
         super().check(n_head, head_dim, max_len)
@@ -82,7 +85,8 @@ class _TwoSetsConfig(SharedHeadSettings):
 
 
 class StridedConfig(_TwoSetsConfig, defaults="model/attention/strided"):
-    """Child et al. 2019: A1 = the query's own key and the last `stride` before, A2 = every stride-th key before."""
+    """Child et al. 2019: A1 = the query's own key and the last `stride` before, A2 = every
+    stride-th key before."""
 
     name: Literal["strided"]
     stride: int = Field(ge=1, le=LARGEST)
@@ -93,7 +97,8 @@ class StridedConfig(_TwoSetsConfig, defaults="model/attention/strided"):
 
 
 class FixedConfig(_TwoSetsConfig, defaults="model/attention/fixed"):
-    """Child et al. 2019: A1 = the query's interval of `size` tokens, A2 = the last `width` tokens of every interval.
+    """Child et al. 2019: A1 = the query's interval of `size` tokens, A2 = the last `width` tokens
+    of every interval.
 
     In heads that attend to A2 alone, the first l - c tokens have no keys, and their result is 0.
     """
@@ -102,7 +107,8 @@ class FixedConfig(_TwoSetsConfig, defaults="model/attention/fixed"):
     size: int = Field(ge=1, le=LARGEST)
     """l, tokens of an interval."""
     width: int = Field(ge=1)
-    """c, tokens of an interval that all later tokens attend to: 1 to l. The paper uses 8, 16 and 32."""
+    """c, tokens of an interval that all later tokens attend to: 1 to l. The paper uses 8, 16 and
+    32."""
 
     @model_validator(mode="after")
     def _width_fits(self) -> "FixedConfig":
@@ -118,9 +124,10 @@ class FixedConfig(_TwoSetsConfig, defaults="model/attention/fixed"):
 class SparseAttention(MultiHeadAttention):
     """Causal attention in which each head attends to the keys of a pattern.
 
-    The state is a cache of the keys that later tokens can still attend to in some head. For A1 these are a window or an
-    interval. For fixed attention's A2 they are c of every l earlier tokens, and for strided attention's A2 all tokens,
-    because each of the next l tokens attends to others.
+    The state is a cache of the keys that later tokens can still attend to in some head. For A1
+    these are a window or an interval. For fixed attention's A2 they are c of every l earlier
+    tokens, and for strided attention's A2 all tokens, because each of the next l tokens attends to
+    others.
     """
 
     def __init__(
@@ -187,7 +194,8 @@ class SparseAttention(MultiHeadAttention):
         return pattern_mask(self.patterns, t, t)
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Scores and their product with the values, for the keys that a token attends to on average."""
+        """Scores and their product with the values, for the keys that a token attends to on
+        average."""
         j = torch.arange(seq_len, device="cpu")
         i = j
         if seq_len > _SAMPLES:

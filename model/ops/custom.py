@@ -1,9 +1,11 @@
-"""What operators and mechanisms of our own need of torch: how it compiles, casts, differentiates, sums, and aligns.
+"""What operators and mechanisms of our own need of torch: how it compiles, casts, differentiates,
+sums, and aligns.
 
-Autocast does not reach inside custom operators, and their backward passes run outside of it. They drop forward-mode
-tangents, and the result of a backward pass without a graph is constant for second derivatives: torch would take both
-derivatives to be zero, without an error. The decorators of torch.compiler would import torch._dynamo, which takes two
-seconds in every command. On GPUs, torch.cumsum has other bits every time.
+Autocast does not reach inside custom operators, and their backward passes run outside of it. They
+drop forward-mode tangents, and the result of a backward pass without a graph is constant for second
+derivatives: torch would take both derivatives to be zero, without an error. The decorators of
+torch.compiler would import torch._dynamo, which takes two seconds in every command. On GPUs,
+torch.cumsum has other bits every time.
 """
 
 import itertools
@@ -23,8 +25,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def operator(name: str) -> Any:
     """Do what torch.library.custom_op does, in a namespace where the name is free.
 
-    A second operator of the same name would free the first one's memory. A process may have this code twice: an
-    exported model, and a copy of it that transformers saved.
+    A second operator of the same name would free the first one's memory. A process may have this
+    code twice: an exported model, and a copy of it that transformers saved.
     """
     space = "log_gpt"
     for number in itertools.count(2):
@@ -46,7 +48,8 @@ def disable(function: F) -> F:
 
 
 def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast to the type in which autocast computes matrix products; no-op without autocast, or in float64."""
+    """Cast to the type in which autocast computes matrix products; no-op without autocast, or in
+    float64."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
         return tensors
@@ -59,7 +62,8 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 
 
 def in_chunks(x: Tensor, C: int, fill: float) -> Tensor:
-    """(..., T, D) -> (..., N, C, D), N = ceil(T / C): a view, unless the last chunk must be padded."""
+    """(..., T, D) -> (..., N, C, D), N = ceil(T / C): a view, unless the last chunk must be
+    padded."""
     missing = -x.shape[-2] % C
     if missing:
         x = pad(x, (0, 0, 0, missing), value=fill)
@@ -67,7 +71,8 @@ def in_chunks(x: Tensor, C: int, fill: float) -> Tensor:
 
 
 def refuse_transforms(operator: str, instead: str, *tensors: Tensor | None) -> None:
-    """Raise if a tensor has a forward-mode tangent or is differentiated by torch.func. Call it before the operator.
+    """Raise if a tensor has a forward-mode tangent or is differentiated by torch.func. Call it
+    before the operator.
 
     Args:
         operator: name for the message.
@@ -104,7 +109,8 @@ def _is_transformed(x: Tensor) -> bool:
 
 
 def running_sum(x: Tensor, dim: int) -> Tensor:
-    """torch.cumsum; on GPUs with deterministic algorithms, where torch refuses it, log2(length) additions."""
+    """torch.cumsum; on GPUs with deterministic algorithms, where torch refuses it, log2(length)
+    additions."""
     if x.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
         return x.cumsum(dim)
     length = x.shape[dim]
@@ -118,5 +124,6 @@ def running_sum(x: Tensor, dim: int) -> Tensor:
 
 
 def aligned(x: Tensor, n: int) -> Tensor:
-    """Append zeros to x (..., D) up to the first multiple of 8 that is at least n: torch's fused kernels need one."""
+    """Append zeros to x (..., D) up to the first multiple of 8 that is at least n: torch's fused
+    kernels need one."""
     return pad(x, (0, n + -n % 8 - x.shape[-1]))

@@ -1,8 +1,9 @@
 """Forgetting inside a chunk, as factors of at most 1.
 
-Let a_t be the sum of a head's log_f over a chunk's tokens up to t. The term of key j has the factor exp(a_t - a_j) for
-query t, and the state before the chunk has exp(a_t). Sums start again in each chunk, so rounding does not grow with
-length. log_f = -inf is a reset: it is not added, but a mask separates the tokens before it from those after it.
+Let a_t be the sum of a head's log_f over a chunk's tokens up to t. The term of key j has the factor
+exp(a_t - a_j) for query t, and the state before the chunk has exp(a_t). Sums start again in each
+chunk, so rounding does not grow with length. log_f = -inf is a reset: it is not added, but a mask
+separates the tokens before it from those after it.
 """
 
 import math
@@ -40,7 +41,8 @@ NO_GATES = Gates(None, None, None, None)
 
 
 def check_gates(log_f: Tensor, q: Tensor) -> None:
-    """Raise ValueError if gates do not fit queries q (B, H, T, d), or, on a CPU, are above 0 or NaN.
+    """Raise ValueError if gates do not fit queries q (B, H, T, d), or, on a CPU, are above 0 or
+    NaN.
 
     NaN is allowed if q is not finite: the result is not either, and training says at which step.
     """
@@ -98,13 +100,16 @@ def times(x: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def log_f_gradient(g_q: Tensor, g_k: Tensor, g_after: Tensor, log_f: Tensor) -> Tensor:
-    """Return the gradient of log_f (n, B, H, C, 1), given the gradients of q and k (n, B, H, C, d_k).
+    """Return the gradient of log_f (n, B, H, C, 1), given the gradients of q and k (n, B, H, C,
+    d_k).
 
-    A gate scales what later queries and the state after the chunk get from the keys before the gate. So its gradient is
-    the sum of g_q - g_k over features and over the tokens from the gate to the chunk's end, plus the sum of g_after.
+    A gate scales what later queries and the state after the chunk get from the keys before the
+    gate. So its gradient is the sum of g_q - g_k over features and over the tokens from the gate to
+    the chunk's end, plus the sum of g_after.
 
     Args:
-        g_after: (n, B, H, 1, d_k), the sum over value columns of the state after each chunk times its gradient.
+        g_after: (n, B, H, 1, d_k), the sum over value columns of the state after each chunk times
+            its gradient.
     """
     g = (g_q - g_k).sum(-1, keepdim=True)
     g = running_sum(g.flip(-2), -2).flip(-2).add_(g_after.sum(-1, keepdim=True))
@@ -112,7 +117,8 @@ def log_f_gradient(g_q: Tensor, g_k: Tensor, g_after: Tensor, log_f: Tensor) -> 
 
 
 def forgotten(log_f: Tensor) -> Tensor:
-    """Sum of log_f (B, H, T, 1) over the tokens after j up to t, for every pair: (B, H, T, T, 1), 0 for j >= t."""
+    """Sum of log_f (B, H, T, 1) over the tokens after j up to t, for every pair: (B, H, T, T, 1), 0
+    for j >= t."""
     T = log_f.shape[2]
     is_later = log_f.new_ones(T, T, dtype=torch.bool).tril(-1)  # gate i counts for keys j < i
     return log_f.unsqueeze(3).where(is_later.unsqueeze(-1), 0).cumsum(2)

@@ -1,7 +1,9 @@
-"""Linear attention (Katharopoulos et al. 2020), whose weights are products of positive features, in linear time.
+"""Linear attention (Katharopoulos et al. 2020), whose weights are products of positive features, in
+linear time.
 
-There are masked scores within a chunk of tokens, and a state between chunks. Memory is linear too: there are T x C
-scores for chunks of C tokens, and a state of d x d_v for every chunk. Autograd computes the gradients.
+There are masked scores within a chunk of tokens, and a state between chunks. Memory is linear too:
+there are T x C scores for chunks of C tokens, and a state of d x d_v for every chunk. Autograd
+computes the gradients.
 """
 
 from typing import NamedTuple
@@ -25,11 +27,14 @@ class LinearAttentionState(NamedTuple):
 
 
 def naive_linear_attention(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None = None) -> Tensor:
-    """Katharopoulos et al. 2020 (arXiv 2006.16236), eqs. 7 and 8, literally: the definition, with T x T weights.
+    """Katharopoulos et al. 2020 (arXiv 2006.16236), eqs. 7 and 8, literally: the definition, with T
+    x T weights.
 
-        y_i = sum_{j <= i} phi(q_i)^T phi(k_j) v_j / sum_{j <= i} phi(q_i)^T phi(k_j),    phi(x) = elu(x) + 1
+        y_i = sum_{j <= i} phi(q_i)^T phi(k_j) v_j / sum_{j <= i} phi(q_i)^T phi(k_j)
+        phi(x) = elu(x) + 1
 
-    Shapes and result are those of `linear_attention`. With gates, a pair's weight is multiplied by what is kept.
+    Shapes and result are those of `linear_attention`. With gates, a pair's weight is multiplied by
+    what is kept.
     """
     weights = ((elu(q) + 1) @ (elu(k) + 1).mT).tril()  # (B, H, T, T)
     if log_f is not None:
@@ -56,8 +61,9 @@ def linear_attention(
         log_f: (B, H, T, 1), logarithms of what is kept of earlier tokens: see `log_attention`.
 
     Returns:
-        y (B, H, T, d_v) in the type of v, and the state after these tokens. Sums are kept in float32, or float64 for
-        float64. If weights underflow even there, with all features of the keys below about -40, y goes to 0.
+        y (B, H, T, d_v) in the type of v, and the state after these tokens. Sums are kept in
+        float32, or float64 for float64. If weights underflow even there, with all features of the
+        keys below about -40, y goes to 0.
 
     Raises:
         ValueError: shapes do not match, or a gate is above 0 or NaN (as for `log_attention`).
@@ -80,7 +86,8 @@ def linear_attention(
             log_f = log_f.to(dtype)
         attend = _step if q.shape[2] == 1 else _chunks
         sums, norms, state = attend(f_q, f_k, v.to(dtype), state, log_f)
-        # Avoid 0 / 0. The square root keeps gradients, which divide by the norm, within the range of the type.
+        # Avoid 0 / 0. The square root keeps gradients, which divide by the norm, within the range
+        # of the type.
         y = sums / norms.clamp(min=torch.finfo(dtype).tiny ** 0.5)
     return y.to(v.dtype), state
 
@@ -94,7 +101,8 @@ def _features(x: Tensor) -> Tensor:
 def _step(
     f_q: Tensor, f_k: Tensor, v: Tensor, state: LinearAttentionState, log_f: Tensor | None
 ) -> tuple[Tensor, Tensor, LinearAttentionState]:
-    """One token as a step of a recurrent network (eqs. 18 to 20): f_q, f_k (B, H, 1, d), v (B, H, 1, d_v)."""
+    """One token as a step of a recurrent network (eqs. 18 to 20): f_q, f_k (B, H, 1, d), v (B, H,
+    1, d_v)."""
     S, z = state
     if log_f is not None:
         kept = log_f[:, :, 0].exp()  # (B, H, 1)
@@ -108,7 +116,8 @@ def _step(
 def _chunks(
     f_q: Tensor, f_k: Tensor, v: Tensor, state: LinearAttentionState, log_f: Tensor | None
 ) -> tuple[Tensor, Tensor, LinearAttentionState]:
-    """Return numerators (B, H, T, d_v), denominators (B, H, T, 1), and the state after the T tokens."""
+    """Return numerators (B, H, T, d_v), denominators (B, H, T, 1), and the state after the T
+    tokens."""
     T = f_q.shape[2]
     C = min(CHUNK, T)
     q = in_chunks(f_q, C, 0.0)  # (B, H, N, C, d)
@@ -133,7 +142,8 @@ def _chunks(
 
 
 def _sums(x: Tensor, kept: Tensor | None) -> Tensor:
-    """The sum before each chunk and after the last, given the first and each chunk's update: (B, H, N + 1, d, .)."""
+    """The sum before each chunk and after the last, given the first and each chunk's update: (B, H,
+    N + 1, d, .)."""
     if kept is None:
         return running_sum(x, 2)
     sums = [x[:, :, 0]]

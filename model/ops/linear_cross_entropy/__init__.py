@@ -1,7 +1,9 @@
-"""Cross-entropy of a linear layer's output without all logits in memory, which would be most of a step's memory.
+"""Cross-entropy of a linear layer's output without all logits in memory, which would be most of a
+step's memory.
 
-The loss is a sum over tokens, so a token's gradient is known as soon as its logits are: softmax(logits), less 1 at the
-target. The forward pass does this for some tokens at a time, and the backward pass only scales the result.
+The loss is a sum over tokens, so a token's gradient is known as soon as its logits are:
+softmax(logits), less 1 at the target. The forward pass does this for some tokens at a time, and the
+backward pass only scales the result.
 """
 
 from typing import Any
@@ -23,19 +25,22 @@ from model.ops.kernels import choose_form
 # The operator, and the form that has all derivatives.
 _NAMES = "summed_loss", "token_losses(...).sum()"
 CHUNK = {"cpu": 2**27, "cuda": 2**30}  # bytes of logits at a time: a GPU needs enough work
-# Plain torch computes them in float32 in this many chunks, one after the other: small ones, for a CPU's cache.
+# Plain torch computes them in float32 in this many chunks, one after the other: small ones, for a
+# CPU's cache.
 ROW_CHUNKS = {"cpu": 128, "cuda": 16}
 SHAPES = ((1, 1, None), (3, 257, 2.0), (4, 4196, None), (2, 12288, 30.0))
 """Tokens, vocabulary, cap: vocabularies of less than a block, of one and a part, and of three."""
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """cap tanh(logits / cap), or the logits without a cap (Gemma 2, arXiv 2408.00118, section 2)."""
+    """cap tanh(logits / cap), or the logits without a cap (Gemma 2, arXiv 2408.00118, section
+    2)."""
     return logits if cap is None else (logits / cap).tanh() * cap
 
 
 def token_losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float | None = None) -> Tensor:
-    """Cross-entropy in nats of capped(x @ weight.T), (N,), float32 or float64; 0 for negative targets.
+    """Cross-entropy in nats of capped(x @ weight.T), (N,), float32 or float64; 0 for negative
+    targets.
 
     Args:
         x: (N, D).
@@ -58,10 +63,12 @@ def _find_check(dtypes: tuple[str, ...], _: tuple[int, ...]) -> Any:
 def summed_loss(
     x: Tensor, weight: Tensor, targets: Tensor, cap: float | None = None, *, backend: str = "auto"
 ) -> Tensor:
-    """Sum of `token_losses`. Gradients are computed in the forward pass, so there can be only one backward pass.
+    """Sum of `token_losses`. Gradients are computed in the forward pass, so there can be only one
+    backward pass.
 
     Args:
-        backend: "chunked", "triton" (a kernel, see docs/kernels.md), or "auto": "triton" on GPUs that support it.
+        backend: "chunked", "triton" (a kernel, see docs/kernels.md), or "auto": "triton" on GPUs
+            that support it.
 
     Raises:
         ValueError: the backend does not exist or is not supported here.
@@ -107,9 +114,11 @@ def _summed_loss(
 def _by_torch(
     logits: Tensor, targets: Tensor, n_vocab: int, wanted: bool, cap: float | None
 ) -> Tensor:
-    """Losses of some tokens, (n,); if wanted, the gradient of their logits (n, V) replaces these, as in the kernel.
+    """Losses of some tokens, (n,); if wanted, the gradient of their logits (n, V) replaces these,
+    as in the kernel.
 
-    Some rows at a time, so that what is computed of them in float32 takes little memory, and stays in a CPU's cache.
+    Some rows at a time, so that what is computed of them in float32 takes little memory, and stays
+    in a CPU's cache.
     """
     acc = accumulation_dtype(logits)
     size = _tokens(logits.T, ROW_CHUNKS.get(logits.device.type, ROW_CHUNKS["cuda"]))
@@ -130,7 +139,8 @@ def _by_torch(
 def _by_triton(
     logits: Tensor, targets: Tensor, n_vocab: int, wanted: bool, cap: float | None
 ) -> Tensor:
-    """As `_by_torch`, for logits of more than n_vocab columns: the gradient of what is beyond them is 0."""
+    """As `_by_torch`, for logits of more than n_vocab columns: the gradient of what is beyond them
+    is 0."""
     # Importing triton is slow, and it may be missing.
     from model.ops.linear_cross_entropy.triton import cross_entropy_
 

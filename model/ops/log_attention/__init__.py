@@ -1,4 +1,5 @@
-"""Log-space attention (Heinsen 2024, arXiv 2404.05843): one function, several implementations of the same numbers."""
+"""Log-space attention (Heinsen 2024, arXiv 2404.05843): one function, several implementations of
+the same numbers."""
 
 import os
 from collections.abc import Callable
@@ -48,32 +49,36 @@ def log_attention(
     return_state: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, LogAttentionState]:
-    """Softmax attention with similarity log(exp(q) exp(k)^T) over values exp(log_v), all in log space.
+    """Softmax attention with similarity log(exp(q) exp(k)^T) over values exp(log_v), all in log
+    space.
 
-        log_y[t, e] = LSE_d( q[t, d] + LSE_j(k[j, d] + log_v[j, e]) ) - LSE_d( q[t, d] + LSE_j(k[j, d]) )
+        log_y[t, e] = LSE_d( q[t, d] + LSE_j(k[j, d] + log_v[j, e]) ) - LSE_d( q[t, d] + LSE_j(k[j,
+        d]) )
 
-    with j <= t where causal (paper, eqs. 4-6), so exp(log_y) is a convex mixture of the values exp(log_v). With gates,
-    token t sees k[j] + log_f[j + 1] + ... + log_f[t] in place of k[j]: earlier keys are forgotten.
+    with j <= t where causal (paper, eqs. 4-6), so exp(log_y) is a convex mixture of the values
+    exp(log_v). With gates, token t sees k[j] + log_f[j + 1] + ... + log_f[t] in place of k[j]:
+    earlier keys are forgotten.
 
     Args:
         q: (B, H, T, d_k).
         k: (B, H, S, d_k). -inf masks a key's feature.
         log_v: (B, H, S, d_v), logarithms of the values; -inf is a value of exactly zero.
-        log_f: (B, H, T, 1), gates: logarithms of the share that a head keeps of the tokens before t, at most 0. -inf is
-            a reset. None keeps everything.
+        log_f: (B, H, T, 1), gates: logarithms of the share that a head keeps of the tokens before
+            t, at most 0. -inf is a reset. None keeps everything.
         causal: query t sees keys j <= t of this call (so S = T), and all that `state` has seen.
         state: the state after earlier tokens; None before the first.
         return_state: also return the state after these tokens. Its size is constant.
-        backend: "auto", or one of BACKENDS. "auto" uses `log_attention_step` for a single causal token without
-            gradients, "triton" on GPUs where it passes its check, and "chunked" elsewhere.
+        backend: "auto", or one of BACKENDS. "auto" uses `log_attention_step` for a single causal
+            token without gradients, "triton" on GPUs where it passes its check, and "chunked"
+            elsewhere.
 
     Returns:
-        log_y (B, H, T, d_v) in the type of log_v, or (log_y, state). Sums are kept in float32, or float64 for float64.
-        On GPUs, products have the precision of q and k.
+        log_y (B, H, T, d_v) in the type of log_v, or (log_y, state). Sums are kept in float32, or
+        float64 for float64. On GPUs, products have the precision of q and k.
 
     Raises:
-        ValueError: shapes do not match, a gate is above 0 or NaN (on CPUs, and NaN only if q is finite), or the backend
-            does not exist or does not support these inputs.
+        ValueError: shapes do not match, a gate is above 0 or NaN (on CPUs, and NaN only if q is
+            finite), or the backend does not exist or does not support these inputs.
     """
     _check_shapes(q, k, log_v, state, causal)
     if log_f is not None:
@@ -118,7 +123,8 @@ def _full_log_attention(
 
 
 def split_signs(log_abs_v: Tensor, sign_v: Tensor) -> Tensor:
-    """(B, H, S, d_v) twice -> log_v (B, H, S, 2 d_v): positive values, then negative ones; -inf for the others."""
+    """(B, H, S, d_v) twice -> log_v (B, H, S, 2 d_v): positive values, then negative ones; -inf for
+    the others."""
     has_sign = torch.stack([sign_v > 0, sign_v < 0], dim=-2)  # (B, H, S, 2, d_v)
     return torch.where(has_sign, log_abs_v.unsqueeze(-2), -torch.inf).flatten(-2)
 
@@ -139,8 +145,8 @@ def _why_not_triton(device: str, index: int | None, dtype: torch.dtype, d_k: int
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
     gpu = torch.cuda.get_device_properties(index)
-    # Wider types need more shared memory, which most GPUs have less of, and more compilation time, which in float64
-    # takes minutes: docs/kernels.md.
+    # Wider types need more shared memory, which most GPUs have less of, and more compilation time,
+    # which in float64 takes minutes: docs/kernels.md.
     bits = 16 if dtype == torch.bfloat16 else max(32, 8 * dtype.itemsize)
     limits = {16: 128, 32: 64, 64: 16}
     if gpu.major in (9, 10):

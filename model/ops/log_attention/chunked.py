@@ -1,25 +1,32 @@
-"""Log-space attention in chunks, by matrix products, with memory linear in length and exact results for any range.
+"""Log-space attention in chunks, by matrix products, with memory linear in length and exact results
+for any range.
 
-Every sum of the definition has positive terms. So inside a chunk of C tokens it is a product of matrices of
-exponentials, and between chunks only the sum so far is carried. The normalizer is one more value column, identically 0.
-Each exponential is divided by a power of two, its frame, so that all of them are at most 1:
+Every sum of the definition has positive terms. So inside a chunk of C tokens it is a product of
+matrices of exponentials, and between chunks only the sum so far is carried. The normalizer is one
+more value column, identically 0. Each exponential is divided by a power of two, its frame, so that
+all of them are at most 1:
 
-    2^key[d]      above exp(k[j, d]), for all tokens j up to the chunk's last      e_k = exp(k) 2^-key          (C, d_k)
-    2^value[e]    above exp(log_v[j, e]), for the same tokens                      e_v = exp(log_v) 2^-value    (C, E)
-    2^row[t]      above exp(q[t, d]) 2^key[d], for all d                           e_q = exp(q) 2^(key - row)   (C, d_k)
-    M[d, e]       exp(log_s[d, e]) 2^-(key + value), log_s being the state before the chunk
+    2^key[d]      above exp(k[j, d]), for all tokens j up to the chunk's last
+    2^value[e]    above exp(log_v[j, e]), for the same tokens
+    2^row[t]      above exp(q[t, d]) 2^key[d], for all d
+
+    e_k = exp(k) 2^-key              (C, d_k)
+    e_v = exp(log_v) 2^-value        (C, E)
+    e_q = exp(q) 2^(key - row)       (C, d_k)
+    M = exp(log_s) 2^-(key + value)  (d_k, E), log_s being the state before the chunk
 
     sums = e_q M + tril(e_q e_k^T) e_v             log_y = log(sums / its last column) + value ln 2
 
-The key's frame moves from k to q before q's row is scaled, so that the largest term of a row is about 1. After the
-chunk, factors of at most 1 convert M + e_k^T e_v to the frame of the next chunk. The frames cancel in log_y, so the
-backward pass treats them as constants: it is the transpose of these products, and carries the gradient of M from the
-last chunk to the first.
+The key's frame moves from k to q before q's row is scaled, so that the largest term of a row is
+about 1. After the chunk, factors of at most 1 convert M + e_k^T e_v to the frame of the next chunk.
+The frames cancel in log_y, so the backward pass treats them as constants: it is the transpose of
+these products, and carries the gradient of M from the last chunk to the first.
 
-The only risk is that many terms underflow which together matter. Because all terms are positive, a result certifies
-itself: a sum of at least CERTAIN (exponentials.py) cannot have lost anything that matters. If a chunk of a head has a
-smaller sum, exact.py computes its results again in log space, and the head's gradients. A sum whose values are all zero
-is 0, and certain. If every key is masked, the result is NaN, without a gradient.
+The only risk is that many terms underflow which together matter. Because all terms are positive, a
+result certifies itself: a sum of at least CERTAIN (exponentials.py) cannot have lost anything that
+matters. If a chunk of a head has a smaller sum, exact.py computes its results again in log space,
+and the head's gradients. A sum whose values are all zero is 0, and certain. If every key is masked,
+the result is NaN, without a gradient.
 """
 
 from collections.abc import Sequence
@@ -58,7 +65,8 @@ def chunked_log_attention(
     state: LogAttentionState | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, LogAttentionState]:
-    """As causal `log_attention`. It saves its inputs and at most T / CHUNK states for the backward pass."""
+    """As causal `log_attention`. It saves its inputs and at most T / CHUNK states for the backward
+    pass."""
     if state is None:
         state = empty_state(q, log_v)
     refuse_transforms(*NAMES, q, k, log_v, log_f, *state)
@@ -80,10 +88,11 @@ def _attend(
     log_s: Tensor,
     want_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return log_y (B, H, T, d_v) and the state after the tokens, from the state log_s (B, H, d_k, E) before them.
+    """Return log_y (B, H, T, d_v) and the state after the tokens, from the state log_s (B, H, d_k,
+    E) before them.
 
-    Two more results are for the backward pass: M before each step and after the last (n + 1, B, H, d_k, E), and which
-    chunks are doubtful (N, B, H).
+    Two more results are for the backward pass: M before each step and after the last (n + 1, B, H,
+    d_k, E), and which chunks are doubtful (N, B, H).
     """
     with torch.autocast(q.device.type, enabled=False):
         results = _forward(Inputs(q, k, log_v, log_f, log_s), want_state)
@@ -210,7 +219,8 @@ def _in_float64(inputs: Inputs, heads: Tensor) -> Inputs:
 def _attend_backward(
     g: Sequence[Tensor], inputs: Sequence[Tensor | None], M: Tensor, doubtful: Tensor
 ) -> list[Tensor]:
-    """Return gradients of `Inputs` (empty without gates), given those of log_y and of the state after in `g`."""
+    """Return gradients of `Inputs` (empty without gates), given those of log_y and of the state
+    after in `g`."""
     tensors = Inputs._make(inputs)
     device = tensors.q.device
     with torch.autocast(device.type, enabled=False):
@@ -279,7 +289,8 @@ class _Saved(NamedTuple):
 def _step_backward(
     step: _Step, saved: _Saved, g: Tensor, tokens: slice, log_f: Tensor | None, gradients: Inputs
 ) -> Tensor:
-    """Write the gradients of some chunks, and return that of M before the first, given that of M after the last."""
+    """Write the gradients of some chunks, and return that of M before the first, given that of M
+    after the last."""
     frames, gates, e_q, e_k, e_v, from_start, to_end, M, A, sums = step
     g_sums = grad_of_sums(sums, saved, tokens, frames)  # (n, B, H, C, E)
     g_A = gates.weigh(g_sums @ e_v.mT)
@@ -302,14 +313,16 @@ def _step_backward(
 
 
 def grad_of_final_state(inputs: Inputs, M: Tensor, g_log_s: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the last M (B, H, d_k, E), and the heads (B, H) where it is doubtful."""
+    """Return the gradient of the last M (B, H, d_k, E), and the heads (B, H) where it is
+    doubtful."""
     unused = g_log_s == 0
     lost = exact.Certificate(inputs).lost_heads(M.masked_fill(unused, 1))
     return torch.where(unused | (M == 0), 0, g_log_s / M), lost
 
 
 def grad_of_sums(sums: Tensor, saved: _Saved, tokens: slice, frames: Frames) -> Tensor:
-    """Return the gradient of the sums (n, B, H, C, E), given log_y's: 0 for doubtful and empty sums."""
+    """Return the gradient of the sums (n, B, H, C, E), given log_y's: 0 for doubtful and empty
+    sums."""
     g_y = frames.split(saved.g_y[:, :, tokens], 0.0)
     g_sums = torch.cat([g_y, g_y.sum(-1, keepdim=True).neg_()], dim=-1).div_(sums)
     if not sums.amin() >= CERTAIN[sums.dtype]:  # also true if a sum is NaN
@@ -332,7 +345,8 @@ def _backward_again(
 
 
 def _carry(M: Tensor, updates: Tensor, kept: Tensor | None, factor: Tensor) -> Tensor:
-    """Return M before each of these chunks and after the last, (n + 1, B, H, d_k, E), each in its chunk's frame.
+    """Return M before each of these chunks and after the last, (n + 1, B, H, d_k, E), each in its
+    chunk's frame.
 
     Args:
         M: before the first chunk.
@@ -352,7 +366,8 @@ def _carry(M: Tensor, updates: Tensor, kept: Tensor | None, factor: Tensor) -> T
 def _carry_back(
     g_read: Tensor, g: Tensor, kept: Tensor | None, factor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return gradients of M after each chunk (n, B, H, d_k, E), in its own frame, and before the first.
+    """Return gradients of M after each chunk (n, B, H, d_k, E), in its own frame, and before the
+    first.
 
     Args:
         g_read: gradient through the chunks' queries.

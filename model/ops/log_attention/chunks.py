@@ -1,4 +1,5 @@
-"""Sequences (B, H, T, D) as chunks of tokens (N, B, H, C, D), so that a loop over chunks reads memory in order."""
+"""Sequences (B, H, T, D) as chunks of tokens (N, B, H, C, D), so that a loop over chunks reads
+memory in order."""
 
 from collections.abc import Iterator
 
@@ -8,13 +9,16 @@ from torch import Tensor
 from common.numbers import ceil_div
 from model.ops.custom import accumulation_dtype, in_chunks
 
-CHUNK = 64  # tokens: C x C scores and d_k x d_v states then cost about the same at head sizes from 32 to 128
-# Elements of a temporary on a CPU, so that a step fits into its cache. Other devices process all chunks at once.
+# Tokens: C x C scores and d_k x d_v states then cost about the same at head sizes from 32 to 128.
+CHUNK = 64
+# Elements of a temporary on a CPU, so that a step fits into its cache. Other devices process all
+# chunks at once.
 STEP = 2**19
 
 
 def split(x: Tensor, C: int, fill: float) -> Tensor:
-    """(B, H, T, D) -> (N, B, H, C, D), N = ceil(T / C): a view, unless the last chunk must be padded."""
+    """(B, H, T, D) -> (N, B, H, C, D), N = ceil(T / C): a view, unless the last chunk must be
+    padded."""
     return in_chunks(x, C, fill).permute(2, 0, 1, 3, 4)
 
 

@@ -1,8 +1,8 @@
 """Finds doubtful sums of `chunked.py`, and recomputes tiles in log space.
 
-A tile is a chunk of tokens in one head. Log space is exact for any range of numbers, but slow: it processes one token
-at a time. Every exponential is relative to the sum that contains it, so no exponent is above 0. Such tiles are rare, so
-this code is simple rather than fast.
+A tile is a chunk of tokens in one head. Log space is exact for any range of numbers, but slow: it
+processes one token at a time. Every exponential is relative to the sum that contains it, so no
+exponent is above 0. Such tiles are rare, so this code is simple rather than fast.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,8 @@ _counters: dict[tuple[str, torch.device], Tensor] = {}
 
 
 def recomputed_tiles(which: str, device: torch.device) -> Tensor:
-    """The tiles of "forward" or "backward" passes that this process computed in log space on a device: (1,).
+    """The tiles of "forward" or "backward" passes that this process computed in log space on a
+    device: (1,).
 
     Kernels count on their device without synchronisation; reading the number synchronises.
     """
@@ -34,18 +35,21 @@ def recomputed_tiles(which: str, device: torch.device) -> Tensor:
 
 
 class Certificate:
-    """Finds doubtful sums, which are too small or not finite. A sum without terms is 0 and not doubtful."""
+    """Finds doubtful sums, which are too small or not finite. A sum without terms is 0 and not
+    doubtful."""
 
     def __init__(self, inputs: Inputs) -> None:
         self._inputs = inputs
         self._n_seen = 0
-        # The last token with a term in a column's sum, and the last reset: -1 in the state, -2 nowhere.
+        # The last token with a term in a column's sum, and the last reset: -1 in the state, -2
+        # nowhere.
         has_term = (inputs.log_s != -torch.inf).any(2, keepdim=True)
         self._last_term = torch.where(has_term, -1, -2)  # (B, H, 1, E)
         self._last_reset = torch.full_like(self._last_term[..., :1], -1)  # (B, H, 1, 1)
 
     def too_small(self, sums: Tensor, start: int) -> Tensor:
-        """Return which chunks (n, B, H) have a doubtful sum: so small that terms that matter may have become 0.
+        """Return which chunks (n, B, H) have a doubtful sum: so small that terms that matter may
+        have become 0.
 
         Args:
             sums: (n, B, H, C, E), the sum over the keys of each query.
@@ -83,7 +87,8 @@ class Certificate:
         return has_key, pad(has_value, (0, 1), value=True)
 
     def _read(self, stop: int) -> Tensor:
-        """For each new token up to `stop`: has this column had a term since the last reset? (B, H, t, E)."""
+        """For each new token up to `stop`: has this column had a term since the last reset? (B, H,
+        t, E)."""
         tokens = slice(self._n_seen, stop)
         has_key, has_value = self._not_masked(tokens)
         token = torch.arange(self._n_seen, stop, device=has_key.device).unsqueeze(1)
@@ -126,7 +131,8 @@ class _Tiles(NamedTuple):
 
 
 def _tiles_of(inputs: Inputs) -> _Tiles:
-    """Cut tokens into tiles. The last is padded so that it changes nothing: keys and values with -inf, others with 0."""
+    """Cut tokens into tiles. The last is padded so that it changes nothing: keys and values with
+    -inf, others with 0."""
     C = min(CHUNK, inputs.k.shape[1])
     log_f = inputs.log_f
     if log_f is None:
@@ -140,7 +146,8 @@ def _tiles_of(inputs: Inputs) -> _Tiles:
 
 
 def forward(inputs: Inputs, doubtful: Tensor, log_y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log_y (G, T, E - 1) with doubtful tiles (G, N) recomputed, and the last state (G, d_k, E)."""
+    """Return log_y (G, T, E - 1) with doubtful tiles (G, N) recomputed, and the last state (G, d_k,
+    E)."""
     tiles = _tiles_of(inputs)
     states = _states(tiles, inputs.log_s)
     log_y_tiles = in_chunks(log_y, tiles.k.shape[2], 0.0).clone()
@@ -176,7 +183,8 @@ def backward(inputs: Inputs, g_log_S: Tensor, g_log_s: Tensor) -> Inputs:
 
 
 def _some_at_a_time(wanted: Tensor, states: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield indices of True entries, of as many at a time as have latent sums that fit into memory."""
+    """Yield indices of True entries, of as many at a time as have latent sums that fit into
+    memory."""
     size = max(1, _LARGEST // (CHUNK * states[0, 0].numel()))
     for indices in wanted.nonzero().split(size):
         yield indices.unbind(1)
@@ -188,7 +196,8 @@ def _sequence(tiles: Tensor, T: int) -> Tensor:
 
 
 def _states(tiles: _Tiles, log_s: Tensor) -> Tensor:
-    """Return log_s before each chunk and after the last, (G, N + 1, d_k, E), given it before the first."""
+    """Return log_s before each chunk and after the last, (G, N + 1, d_k, E), given it before the
+    first."""
     _, k, log_v, log_f = tiles
     _, N, C, d_k = k.shape
     size = max(1, _LARGEST // (C * d_k * log_v.shape[-1]))  # heads at a time
@@ -220,7 +229,8 @@ def _log_sums(tiles: _Tiles, log_s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gradients(tiles: _Tiles, log_s: Tensor, g_log_S: Tensor, g: Tensor) -> tuple[_Tiles, Tensor]:
-    """Backward of `_log_sums`, given the gradients of log_S (P, C, E) and of the last state (P, d_k, E)."""
+    """Backward of `_log_sums`, given the gradients of log_S (P, C, E) and of the last state (P,
+    d_k, E)."""
     q, k, log_v, log_f = tiles
     log_S, after = _log_sums(tiles, log_s)
     states = [log_s, *after]

@@ -1,8 +1,9 @@
-"""Exponentials that are at most 1, because each is divided by a power of two, the frame of its chunk.
+"""Exponentials that are at most 1, because each is divided by a power of two, the frame of its
+chunk.
 
-exp(x) is mantissa x 2^exponent, the exponent a multiple of 64 that is 0 for |x| < 22. A frame is a power of two, so
-scaling by it changes no bit of the mantissa: a later token can change the frame of its chunk without changing the
-results of earlier tokens, as long as nothing underflows.
+exp(x) is mantissa x 2^exponent, the exponent a multiple of 64 that is 0 for |x| < 22. A frame is a
+power of two, so scaling by it changes no bit of the mantissa: a later token can change the frame of
+its chunk without changing the results of earlier tokens, as long as nothing underflows.
 """
 
 import math
@@ -22,19 +23,24 @@ LN2 = math.log(2)
 _LN2_HIGH = 11 / 16
 _LN2_LOW = LN2 - _LN2_HIGH
 _GRID = 64
-# 64 ln 2 as a sum of two: the first has 8 bits, so that all multiples of it below FAR are exact in float32.
+# 64 ln 2 as a sum of two: the first has 8 bits, so that all multiples of it below FAR are exact in
+# float32.
 _GRID_HIGH = math.floor(_GRID * LN2 * 4) / 4
 _GRID_LOW = _GRID * LN2 - _GRID_HIGH
-# Frames end here, because the steps of larger numbers are all rounding. What is below -FAR, such as a mask of -1e30,
-# gets the frame -FAR and becomes 0. What is above FAR gets the frame 8 FAR: it and all that shares this frame become 0.
+# Frames end here, because the steps of larger numbers are all rounding. What is below -FAR, such as
+# a mask of -1e30, gets the frame -FAR and becomes 0. What is above FAR gets the frame 8 FAR: it and
+# all that shares this frame become 0.
 FAR = {torch.float32: 2.0**20, torch.float64: 2.0**40}
-# Two frames below it and a mantissa between 2^-32 and 2^32 may be multiplied in any order: float32 ends at 2^127.
+# Two frames below it and a mantissa between 2^-32 and 2^32 may be multiplied in any order: float32
+# ends at 2^127.
 _SMALL = 45
 
-# A sum of terms at most 1 that is at least this large has lost to underflow nothing that matters: at most the smallest
-# normal number (1.2e-38) for each term, which is 1e-10 of the sum for 10,000 terms.
+# A sum of terms at most 1 that is at least this large has lost to underflow nothing that matters:
+# at most the smallest normal number (1.2e-38) for each term, which is 1e-10 of the sum for 10,000
+# terms.
 CERTAIN = {torch.float32: 1e-24, torch.float64: 1e-280}
-_NEAR = 16  # binary digits by which frames before and after a reset may differ so that one will do for both
+# Binary digits by which frames before and after a reset may differ so that one will do for both.
+_NEAR = 16
 _LARGEST_STEP = {torch.float32: 20, torch.float64: 33}
 """Binary digits by which the frame of a chunk may shrink."""
 
@@ -63,17 +69,21 @@ class Inputs(NamedTuple):
 
 
 class Frames(NamedTuple):
-    """Exponents of the powers of two that scale the exponentials of N chunks: whole numbers, 0 where unknown.
+    """Exponents of the powers of two that scale the exponentials of N chunks: whole numbers, 0
+    where unknown.
 
-    Sums before a reset and after it have no terms in common, so their frames may be as far apart as their terms are.
+    Sums before a reset and after it have no terms in common, so their frames may be as far apart as
+    their terms are.
     """
 
     key: Tensor
-    """(N, B, H, 1, d_k); -inf if all keys so far are -inf. (N, B, H, C, d_k) where frames change within a chunk."""
+    """(N, B, H, 1, d_k); -inf if all keys so far are -inf. (N, B, H, C, d_k) where frames change
+    within a chunk."""
     value: Tensor
     """(N, B, H, 1, E), or (N, B, H, C, E)."""
     factor: Tensor
-    """(N, B, H, d_k, E), N - 1 with all chunks: from M after a chunk to M in the frame of the next one."""
+    """(N, B, H, d_k, E), N - 1 with all chunks: from M after a chunk to M in the frame of the next
+    one."""
     last: Tensor
     """(B, H, d_k, E): of M after the last chunk."""
     C: int
@@ -85,7 +95,8 @@ class Frames(NamedTuple):
     values_differ: bool
     """Whether frames of values do."""
     lost: Tensor | None
-    """(B, H): with gates, whether a head forgets so much in a chunk that numbers overflow or underflow."""
+    """(B, H): with gates, whether a head forgets so much in a chunk that numbers overflow or
+    underflow."""
 
     def at(self, inputs: Inputs, tokens: slice, chunks: slice) -> "Frames":
         """Return the frames of some chunks, given both their tokens and their numbers."""
@@ -103,7 +114,8 @@ class Frames(NamedTuple):
         return self._replace(key=key, value=value, factor=self.factor[chunks], chunks=chunks)
 
     def split(self, x: Tensor, fill: float) -> Tensor:
-        """Split tokens (B, H, t, D) into these chunks, in the accumulation type: (n, B, H, C, D)."""
+        """Split tokens (B, H, t, D) into these chunks, in the accumulation type: (n, B, H, C,
+        D)."""
         return split(x.to(self.value.dtype), self.C, fill)
 
 
@@ -128,7 +140,8 @@ def frames_of(inputs: Inputs) -> Frames:
     value_steps = value_end[:-1] - value_start[1:]
     lost = None
     if kept is not None:
-        # What a chunk's keys lost to underflow grows with the frame's steps: it must stay far below CERTAIN.
+        # What a chunk's keys lost to underflow grows with the frame's steps: it must stay far below
+        # CERTAIN.
         shrinks = (key_steps > _LARGEST_STEP[key_steps.dtype]).any(-1).any(0)
         forgets = (kept < -HEAD_REACH[kept.dtype]).any(-1).any(0)
         lost = shrinks | forgets
@@ -161,7 +174,8 @@ def _ends_of(before: Tensor, x: Tensor, C: int, kept: Tensor | None, reset: Tens
 
     Args:
         before: (B, H, D), the largest logarithm in the state.
-        kept: (N, B, H, 1), what gates keep of earlier tokens in a chunk, apart from resets; None: all.
+        kept: (N, B, H, 1), what gates keep of earlier tokens in a chunk, apart from resets; None:
+            all.
         reset: (N, B, H, C, 1), which tokens are resets.
     """
     top = maxima(x, C).to(before.dtype)  # (N, B, H, D)
@@ -192,7 +206,8 @@ def _ends_of(before: Tensor, x: Tensor, C: int, kept: Tensor | None, reset: Tens
 
 
 def _starts(before: Tensor, first: Tensor, last: Tensor, kept: Tensor | None) -> Tensor:
-    """Return the frames at each chunk's start (N, B, H, D), for its first tokens and all that came before."""
+    """Return the frames at each chunk's start (N, B, H, D), for its first tokens and all that came
+    before."""
     left = torch.cat([before[None], last])  # (1 + N, B, H, D)
     if kept is None:
         left = left.cummax(0).values
@@ -204,7 +219,8 @@ def _starts(before: Tensor, first: Tensor, last: Tensor, kept: Tensor | None) ->
 
 
 def _tops(x: Tensor, n_resets: Tensor) -> Tensor:
-    """Return the largest of x (..., C, D) between resets (..., R, D), given the resets up to each token (..., C, 1)."""
+    """Return the largest of x (..., C, D) between resets (..., R, D), given the resets up to each
+    token (..., C, 1)."""
     R = 1
     if len(x):
         R += int(n_resets.amax())
@@ -213,7 +229,8 @@ def _tops(x: Tensor, n_resets: Tensor) -> Tensor:
 
 
 def _at_tokens(start: Tensor, x: Tensor, reset: Tensor) -> Tensor:
-    """Return the frames of tokens x (n, B, H, C, D): `start` (n, B, H, 1, D) before the first reset, else their own."""
+    """Return the frames of tokens x (n, B, H, C, D): `start` (n, B, H, 1, D) before the first
+    reset, else their own."""
     n_resets = reset.cumsum(3)
     frames = frame_above(_tops(x, n_resets) / LN2)
     frames[..., :1, :] = start
@@ -238,7 +255,8 @@ def queries(inputs: Inputs, tokens: slice, frames: Frames) -> Tensor:
 
 
 def keys_and_values(inputs: Inputs, tokens: slice, frames: Frames) -> tuple[Tensor, Tensor]:
-    """e_k (n, B, H, C, d_k) and e_v (n, B, H, C, E), between 0 and about 1; e_v's last column is 1."""
+    """e_k (n, B, H, C, d_k) and e_v (n, B, H, C, E), between 0 and about 1; e_v's last column is
+    1."""
     k = frames.split(inputs.k[:, :, tokens], -torch.inf)
     log_v = frames.split(inputs.log_v[:, :, tokens], -torch.inf)
     e_k = scaled_exp(k, finite(frames.key))
@@ -252,7 +270,8 @@ def in_first_frame(inputs: Inputs, frames: Frames) -> Tensor:
 
 
 def scaled_exp(x: Tensor, *frames: Tensor) -> Tensor:
-    """exp(x) 2^-frame, contiguous; the frame is the sum of those given, which broadcast to x. exp(-inf) is 0."""
+    """exp(x) 2^-frame, contiguous; the frame is the sum of those given, which broadcast to x.
+    exp(-inf) is 0."""
     x = x.contiguous()
     lowest, highest = torch.aminmax(x)
     counts = None
@@ -290,7 +309,8 @@ def frame_above(log2: Tensor) -> Tensor:
 
 
 def log_of_scaled(x: Tensor, frame: Tensor) -> Tensor:
-    """log(x 2^frame) for x = 0 or x in CERTAIN's range. The result depends only on x 2^frame, not on the frame."""
+    """log(x 2^frame) for x = 0 or x in CERTAIN's range. The result depends only on x 2^frame, not
+    on the frame."""
     if _is_small(frame):
         return (x * torch.exp2(frame)).log_()
     mantissa, exponent = torch.frexp(x)

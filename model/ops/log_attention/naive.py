@@ -1,4 +1,5 @@
-"""Log-space attention by the paper's definition: short and slow. All other implementations must agree with it.
+"""Log-space attention by the paper's definition: short and slow. All other implementations must
+agree with it.
 
 For decoding, there is a step of a single token, without the scan over tokens.
 """
@@ -22,7 +23,8 @@ def naive_log_attention(
 ) -> Tensor | tuple[Tensor, LogAttentionState]:
     """Heinsen 2024 (arXiv 2404.05843), eqs. 4-6, with all T x d_k x d_v latent sums in memory.
 
-    With gates the sums are computed token by token. Arguments and result are those of `log_attention`.
+    With gates the sums are computed token by token. Arguments and result are those of
+    `log_attention`.
     """
     dtype = log_v.dtype
     acc = accumulation_dtype(q)
@@ -54,7 +56,8 @@ def naive_log_attention(
 
 
 def _forgetting_sums(terms: Tensor, log_f: Tensor) -> Tensor:
-    """Logarithms of s_t = exp(log_f_t) s_(t - 1) + term_t, (B, H, T, ...), from s_0 and T terms (B, H, 1 + T, ...)."""
+    """Logarithms of s_t = exp(log_f_t) s_(t - 1) + term_t, (B, H, T, ...), from s_0 and T terms (B,
+    H, 1 + T, ...)."""
     sums = [terms[:, :, 0]]
     for term, log_f_t in zip(terms[:, :, 1:].unbind(2), log_f.unbind(2), strict=True):
         sums.append(torch.stack([sums[-1] + log_f_t, term]).logsumexp(0))

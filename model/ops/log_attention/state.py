@@ -9,7 +9,8 @@ from model.ops.custom import accumulation_dtype
 
 
 class LogAttentionState(NamedTuple):
-    """The inner log-sum-exps of the paper's eqs. 4-6 over all tokens so far. Empty sums are -inf."""
+    """The inner log-sum-exps of the paper's eqs. 4-6 over all tokens so far. Empty sums are
+    -inf."""
 
     log_s: Tensor
     """(B, H, d_k, d_v): LSE_j(k[j, d] + log_v[j, e]), float32 or float64."""
@@ -23,7 +24,8 @@ def add_states(
     """Combine the states of adjacent tokens, each computed from an empty state.
 
     Args:
-        log_f_of_second: (B, H, 1), the sum of log_f over the tokens of `second`; None: nothing is forgotten.
+        log_f_of_second: (B, H, 1), the sum of log_f over the tokens of `second`; None: nothing is
+            forgotten.
     """
     log_s, log_z = first
     if log_f_of_second is not None:

@@ -1,4 +1,5 @@
-"""The published model's position encoding: a log-space recurrence with forgetting, for each feature."""
+"""The published model's position encoding: a log-space recurrence with forgetting, for each
+feature."""
 
 from functools import partial
 from typing import Any
@@ -18,7 +19,8 @@ NAMES = "log_recurrence", "naive_log_recurrence"
 def naive_log_recurrence(
     log_p: Tensor, h: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """s_t = log(p_t exp(s_{t-1}) + exp(h_t)), s_0 = 0. Arguments and result are those of `log_recurrence`."""
+    """s_t = log(p_t exp(s_{t-1}) + exp(h_t)), s_0 = 0. Arguments and result are those of
+    `log_recurrence`."""
     acc = accumulation_dtype(h)
     s = torch.zeros_like(h[:, 0], dtype=acc) if state is None else state.to(acc)
     steps = []
@@ -35,20 +37,24 @@ def _find_check(dtypes: tuple[str, ...], _: tuple[int, ...]) -> Any:
 def log_recurrence(
     log_p: Tensor, h: Tensor, state: Tensor | None = None, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """s_t = log(p_t exp(s_{t-1}) + exp(h_t)), elementwise, from s_0 = 0 (Heinsen 2024's model, section 3).
+    """s_t = log(p_t exp(s_{t-1}) + exp(h_t)), elementwise, from s_0 = 0 (Heinsen 2024's model,
+    section 3).
 
     Args:
-        log_p: (B, T, D), logarithm of the share that is kept, at most 0; -inf keeps nothing, and s_t = h_t.
+        log_p: (B, T, D), logarithm of the share that is kept, at most 0; -inf keeps nothing, and
+            s_t = h_t.
         h: (B, T, D), logarithm of what is added.
         state: (B, D), s before the first token; None is zeros.
-        backend: "naive", "chunked" or "triton"; "auto" uses "triton" on GPUs that support it, and "chunked" elsewhere.
+        backend: "naive", "chunked" or "triton"; "auto" uses "triton" on GPUs that support it, and
+            "chunked" elsewhere.
 
     Returns:
-        s (B, T, D) in the type of h, and the state, which is s after the last token in float32 or float64.
+        s (B, T, D) in the type of h, and the state, which is s after the last token in float32 or
+        float64.
 
     Raises:
-        ValueError: shapes do not match, log_p is above 0 (checked on CPUs, except by "naive"), or the backend does not
-            exist or is not supported here.
+        ValueError: shapes do not match, log_p is above 0 (checked on CPUs, except by "naive"), or
+            the backend does not exist or is not supported here.
     """
     if log_p.shape != h.shape or h.dim() != 3 or 0 in h.shape:
         shapes = f"log_p {tuple(log_p.shape)} and h {tuple(h.shape)}"
@@ -120,9 +126,11 @@ _recur.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def check(device: str, dtype: str) -> None:
-    """Compare the kernels with the definition, for one token and for two blocks or more of tokens and features.
+    """Compare the kernels with the definition, for one token and for two blocks or more of tokens
+    and features.
 
-    Triton compiles other code for multiples of 16, and h is a half of a wider tensor, as in the model.
+    Triton compiles other code for multiples of 16, and h is a half of a wider tensor, as in the
+    model.
 
     Raises:
         Wrong: a result or a gradient is wrong, or a second run has other bits.

@@ -1,16 +1,21 @@
-"""The position recurrence in chunks: all chunks step through their C tokens in parallel, then the carry is added.
+"""The position recurrence in chunks: all chunks step through their C tokens in parallel, then the
+carry is added.
 
-Let A be the running sum of log_p inside a chunk, and s_in the value of the recurrence before the chunk:
+Let A be the running sum of log_p inside a chunk, and s_in the value of the recurrence before the
+chunk:
 
-    s_t = logaddexp(local_t, A_t + s_in)        local_t: the recurrence of the chunk alone, from an empty sum
+    s_t = logaddexp(local_t, A_t + s_in)
 
-A starts from 0 in every chunk, so its rounding error does not grow with the sequence. (The published form sums log_p
-over the whole sequence, and its error grows with T.)
+where local_t is the recurrence of the chunk alone, from an empty sum.
+
+A starts from 0 in every chunk, so its rounding error does not grow with the sequence. (The
+published form sums log_p over the whole sequence, and its error grows with T.)
 
 The backward pass is a linear recurrence in reverse, in chunks too:
 g_t = G_t + a_{t+1} g_{t+1}, where a_t = p_t exp(s_{t-1} - s_t) is at most 1.
 
-The carry between chunks is in float64: if almost nothing is forgotten, the rounding errors of all chunks add up.
+The carry between chunks is in float64: if almost nothing is forgotten, the rounding errors of all
+chunks add up.
 """
 
 import torch
@@ -65,7 +70,8 @@ def backward(
 def _reverse_linear_recurrence(a: Tensor, g: Tensor, across: Tensor) -> Tensor:
     """r_t = g_t + a_t r_{t+1}, from the last token to the first; (B, T, D) all.
 
-    across (B, N - 1, D): the product of a from each chunk's first token to the next chunk's first token, in float64.
+    across (B, N - 1, D): the product of a from each chunk's first token to the next chunk's first
+    token, in float64.
     """
     T = g.shape[1]
     a = _chunk(a, 0.0)  # (B, N, C, D)

@@ -1,12 +1,14 @@
-"""Sparse attention in time proportional to its keys: dense attention on tiles, joined in one softmax.
+"""Sparse attention in time proportional to its keys: dense attention on tiles, joined in one
+softmax.
 
-A pattern is a union of disjoint sets of keys (patterns.py). The tiles of set p give their result y_p and the logarithm
-l_p of their softmax's sum. Together
+A pattern is a union of disjoint sets of keys (patterns.py). The tiles of set p give their result
+y_p and the logarithm l_p of their softmax's sum. Together
 
     l = log sum_p exp(l_p),    y = sum_p exp(l_p - l) y_p
 
-A tile's weights in the whole are exp(scores - l), so its backward pass is that of FlashAttention (Dao et al. 2022,
-arXiv 2205.14135, algorithm 4) with y and l in place of y_p and l_p. It needs only y, l, and the q, k and v of each set.
+A tile's weights in the whole are exp(scores - l), so its backward pass is that of FlashAttention
+(Dao et al. 2022, arXiv 2205.14135, algorithm 4) with y and l in place of y_p and l_p. It needs only
+y, l, and the q, k and v of each set.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,8 +50,9 @@ _SHORT = 128  # tokens: for shorter sequences, preparing tiles takes longer than
 def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern]) -> Tensor:
     """softmax(q k^T / sqrt(D)) v, where each query attends to the keys of its head's pattern.
 
-    CPUs use tiles if they are faster than dense attention, and CUDA GPUs FlexAttention where it passes its check: both
-    skip what is masked. Otherwise attention is dense with a mask; on a GPU, a message says so.
+    CPUs use tiles if they are faster than dense attention, and CUDA GPUs FlexAttention where it
+    passes its check: both skip what is masked. Otherwise attention is dense with a mask; on a GPU,
+    a message says so.
 
     Args:
         q: (B, H, T, D).
@@ -58,7 +61,8 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern
         patterns: one for all heads, or H.
 
     Returns:
-        y (B, H, T, D) in the type of q; 0 where a query has no key. Sums are kept in float32, or float64 for float64.
+        y (B, H, T, D) in the type of q; 0 where a query has no key. Sums are kept in float32, or
+        float64 for float64.
 
     Raises:
         ValueError: shapes do not match.
@@ -102,11 +106,12 @@ def document_attention(
     starts: Tensor,
     scale: float | None = None,
 ) -> Tensor:
-    """`sparse_attention` in which patterns start again with each document, and do not reach beyond it.
+    """`sparse_attention` in which patterns start again with each document, and do not reach beyond
+    it.
 
-    On CUDA GPUs, 16-bit types use FlexAttention where it passes its check, if all heads have the same pattern and it
-    depends on distances alone. Everything else is dense attention with a mask: FlexAttention multiplies float32 as
-    TF32, which would lose the gates of softmax attention.
+    On CUDA GPUs, 16-bit types use FlexAttention where it passes its check, if all heads have the
+    same pattern and it depends on distances alone. Everything else is dense attention with a mask:
+    FlexAttention multiplies float32 as TF32, which would lose the gates of softmax attention.
 
     Args:
         starts: where documents begin, bool (B, T).
@@ -125,9 +130,11 @@ def document_attention(
 def forgetting_attention(
     q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, starts: Tensor | None
 ) -> Tensor | None:
-    """softmax(q k^T / sqrt(D) + a_t - a_j) v over the tokens so far; a is the running sum of log_f, in float32.
+    """softmax(q k^T / sqrt(D) + a_t - a_j) v over the tokens so far; a is the running sum of log_f,
+    in float32.
 
-    Only by FlexAttention: None where it is not used, which is anywhere but on CUDA GPUs, in 16-bit types.
+    Only by FlexAttention: None where it is not used, which is anywhere but on CUDA GPUs, in 16-bit
+    types.
 
     Args:
         k, v: (B, G, T, D), where G divides H.
@@ -183,7 +190,8 @@ def _attend(form: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Ten
 
 
 def _tiles_pay(pattern: Pattern, T: int) -> bool:
-    """Whether tiles are faster than dense attention with a mask, as measured forward and backward on a CPU."""
+    """Whether tiles are faster than dense attention with a mask, as measured forward and backward
+    on a CPU."""
     if T < _SHORT:
         return False
     n_scores = sum(tiles.n_scores(T) for tiles in tiles_of(pattern, T))
@@ -211,7 +219,8 @@ def _in_tiles(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
 
 
 class _Joined(torch.autograd.Function):
-    """One softmax over tiles of several layouts, by the CPU kernels of `scaled_dot_product_attention`."""
+    """One softmax over tiles of several layouts, by the CPU kernels of
+    `scaled_dot_product_attention`."""
 
     @staticmethod
     def forward(
@@ -276,7 +285,8 @@ def _by_flex_attention(
     scale: float | None = None,
     log_f: Tensor | None = None,
 ) -> Tensor:
-    """Attend by FlexAttention's block masks. `_form` chooses this only where it passes its check."""
+    """Attend by FlexAttention's block masks. `_form` chooses this only where it passes its
+    check."""
     attend, _ = _flex_attention()
     _, H, T, D = q.shape
     k = _repeated(k, H)
@@ -298,13 +308,14 @@ def _forgetting(
 ) -> tuple[Tensor, Tensor, Callable[..., Tensor]]:
     """Return q and k with n more features, and the function that adds a_t - a_j to scores.
 
-    FlexAttention's gradient of a would be nondeterministic, because atomics add it up. So a is a constant in the
-    function, and its gradient is that of the new features of k, whose values are 0.
+    FlexAttention's gradient of a would be nondeterministic, because atomics add it up. So a is a
+    constant in the function, and its gradient is that of the new features of k, whose values are 0.
 
-    The text is cut into n intervals, and only queries of interval m read feature m, which is a_m - a_j less itself. Any
-    token's a will do for a_m: a constant in all scores of a query changes nothing. With one feature for all queries,
-    the gradient of a gate would have the roundings to 16 bits of all keys before it, and not of an interval.
-    FlexAttention computes with a power of two of features, so more than one take no more time.
+    The text is cut into n intervals, and only queries of interval m read feature m, which is a_m -
+    a_j less itself. Any token's a will do for a_m: a constant in all scores of a query changes
+    nothing. With one feature for all queries, the gradient of a gate would have the roundings to 16
+    bits of all keys before it, and not of an interval. FlexAttention computes with a power of two
+    of features, so more than one take no more time.
     """
     T, D = q.shape[2:]
     n = 2 ** D.bit_length() - D
@@ -328,8 +339,8 @@ def _forgetting(
 def _flex_attention() -> tuple[Any, Any]:
     from torch.nn.attention.flex_attention import BlockMask, flex_attention  # slow to import
 
-    # Each pattern is compiled with and without gradients, and again for other shapes. Beyond the limit flex_attention
-    # would run uncompiled, with T x T scores: fullgraph makes that an error.
+    # Each pattern is compiled with and without gradients, and again for other shapes. Beyond the
+    # limit flex_attention would run uncompiled, with T x T scores: fullgraph makes that an error.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     return torch.compile(flex_attention, fullgraph=True), BlockMask
 
@@ -345,7 +356,8 @@ def _block_mask(pattern: Pattern, T: int, device: torch.device) -> Any:
 
 
 def _document_block_mask(pattern: Pattern, starts: Tensor) -> Any:
-    """The mask of a pattern that is by distance, in each document: numbers of documents ascend in a row of tokens."""
+    """The mask of a pattern that is by distance, in each document: numbers of documents ascend in a
+    row of tokens."""
     T = starts.shape[1]
     device = starts.device
     number = starts.cumsum(1, dtype=torch.int32)  # (B, T)
@@ -354,7 +366,8 @@ def _document_block_mask(pattern: Pattern, starts: Tensor) -> Any:
         return pattern_sees(pattern, i, j) & (number[b, i] == number[b, j])
 
     some, every = _visible_tiles(pattern, T, device)  # (n, n)
-    # With gaps between keys, `some & meets` may be more than the tiles with a visible pair, which costs only time.
+    # With gaps between keys, `some & meets` may be more than the tiles with a visible pair, which
+    # costs only time.
     t = torch.arange(0, T, _TILE, device=device)  # (n,)
     first = number[:, t]  # (B, n)
     last = number[:, (t + _TILE - 1).clamp(max=T - 1)]  # (B, n)
@@ -384,7 +397,8 @@ def _visible_tiles(pattern: Pattern, T: int, device: torch.device) -> tuple[Tens
 
 
 def _mask_of(some: Tensor, every: Tensor, sees: Callable[..., Tensor], T: int) -> Any:
-    """Return FlexAttention's mask of T x T, given tiles (B, n, n) or (n, n) where it sees some or all pairs."""
+    """Return FlexAttention's mask of T x T, given tiles (B, n, n) or (n, n) where it sees some or
+    all pairs."""
     _, BlockMask = _flex_attention()
     partial_tiles = _numbered(some & ~every)
     full_tiles = _numbered(every)
@@ -394,7 +408,8 @@ def _mask_of(some: Tensor, every: Tensor, sees: Callable[..., Tensor], T: int) -
 
 
 def _numbered(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many tiles of each row are set (B, 1, n), and its columns with these first, (B, 1, n, n)."""
+    """Return how many tiles of each row are set (B, 1, n), and its columns with these first, (B, 1,
+    n, n)."""
     tiles = tiles.view(-1, 1, *tiles.shape[-2:])
     columns = tiles.int().argsort(dim=-1, descending=True, stable=True)
     return tiles.sum(-1, dtype=torch.int32), columns.to(torch.int32)

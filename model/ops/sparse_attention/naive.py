@@ -17,7 +17,8 @@ def naive_sparse_attention(
     starts: Tensor | None = None,
     log_f: Tensor | None = None,
 ) -> Tensor:
-    """Child et al. 2019 (arXiv 1904.10509), eqs. 2 and 3. Shapes and result are those of `sparse_attention`."""
+    """Child et al. 2019 (arXiv 1904.10509), eqs. 2 and 3. Shapes and result are those of
+    `sparse_attention`."""
     t = torch.arange(q.shape[2], device=q.device)
     if starts is None:
         mask = pattern_mask(patterns, t, t)
@@ -29,14 +30,17 @@ def naive_sparse_attention(
 def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, log_f: Tensor | None = None
 ) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v over the keys that the mask allows: the definition (Vaswani et al. 2017, eq. 1).
+    """softmax(q k^T / sqrt(D)) v over the keys that the mask allows: the definition (Vaswani et al.
+    2017, eq. 1).
 
     Args:
         q: (B, H, T, D).
-        k: (B, G, S, D), H a multiple of G: query head h uses key and value head h // (H / G) (Ainslie et al. 2023).
+        k: (B, G, S, D), H a multiple of G: query head h uses key and value head h // (H / G)
+            (Ainslie et al. 2023).
         v: (B, G, S, D).
         mask: (..., 1 or H, T, S), bool; True where a query may attend.
-        log_f: (B, H, T, 1), what scores forget between key and query (Lin et al. 2025); None: nothing.
+        log_f: (B, H, T, 1), what scores forget between key and query (Lin et al. 2025); None:
+            nothing.
 
     Returns:
         (B, H, T, D); 0 where a query has no key.

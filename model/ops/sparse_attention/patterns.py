@@ -1,7 +1,7 @@
 """Patterns: which keys a query attends to.
 
-A pattern is a union of disjoint sets of keys. Each set is regular enough that reshaping selects its keys: bands in one
-residue class, intervals, and columns.
+A pattern is a union of disjoint sets of keys. Each set is regular enough that reshaping selects its
+keys: bands in one residue class, intervals, and columns.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from model.ops.documents import document_mask, document_positions
 class _Keys:
     """A regular set of keys for every query.
 
-    sees(i, j), its definition: whether query i may attend to key j, in the broadcast shape of the two.
-    needed(j, n): whether query n or a later one may attend to an earlier key j.
+    sees(i, j), its definition: whether query i may attend to key j, in the broadcast shape of the
+    two. needed(j, n): whether query n or a later one may attend to an earlier key j.
     """
 
     def reach(self) -> int | None:
@@ -107,9 +107,11 @@ CAUSAL: Pattern = (Band(1, 0, None),)
 
 
 def window(size: int, dilation: int = 0) -> Pattern:
-    """Sliding windows, with `dilation` keys skipped between two (Beltagy et al. 2020, arXiv 2004.05150, section 3.1).
+    """Sliding windows, with `dilation` keys skipped between two (Beltagy et al. 2020, arXiv
+    2004.05150, section 3.1).
 
-    (i - j) mod (dilation + 1) = 0 and 0 <= i - j < size (dilation + 1): `size` keys, including the query's own.
+    (i - j) mod (dilation + 1) = 0 and 0 <= i - j < size (dilation + 1): `size` keys, including the
+    query's own.
     """
     return (Band(dilation + 1, 0, size - 1),)
 
@@ -120,9 +122,11 @@ def longformer(size: int, n_global: int) -> Pattern:
 
 
 def strided(stride: int, which: str = "both") -> Pattern:
-    """Child et al. 2019 (arXiv 1904.10509), section 4.3: A1 = {max(0, i - l) .. i}, A2 = {j <= i : (i - j) mod l = 0}.
+    """Child et al. 2019 (arXiv 1904.10509), section 4.3: A1 = {max(0, i - l) .. i}, A2 = {j <= i :
+    (i - j) mod l = 0}.
 
-    `which`: "A1", "A2", or "both" for their union, in which only A1 contains the keys at distances 0 and l.
+    `which`: "A1", "A2", or "both" for their union, in which only A1 contains the keys at distances
+    0 and l.
     """
     A1 = Band(1, 0, stride)
     A2 = Band(stride, 0, None)
@@ -134,9 +138,11 @@ def strided(stride: int, which: str = "both") -> Pattern:
 
 
 def fixed(size: int, width: int, which: str = "both") -> Pattern:
-    """Child et al. 2019, section 4.3: A1 = {j <= i : floor(j / l) = floor(i / l)}, A2 = {j <= i : j mod l >= l - c}.
+    """Child et al. 2019, section 4.3: A1 = {j <= i : floor(j / l) = floor(i / l)}, A2 = {j <= i : j
+    mod l >= l - c}.
 
-    `which`: "A1", "A2", or "both" for their union. In A2 alone, the first l - c queries have no keys.
+    `which`: "A1", "A2", or "both" for their union. In A2 alone, the first l - c queries have no
+    keys.
     """
     if which == "A1":
         return (Interval(size),)
@@ -157,7 +163,8 @@ def is_causal(pattern: Pattern, T: int) -> bool:
 
 
 def pattern_mask(patterns: Sequence[Pattern], i: Tensor, j: Tensor) -> Tensor:
-    """True where query i (..., T) may attend to key j (..., S), by the pattern of each head: (..., 1 or H, T, S)."""
+    """True where query i (..., T) may attend to key j (..., S), by the pattern of each head: (...,
+    1 or H, T, S)."""
     different = list(dict.fromkeys(patterns))
     i = i.unsqueeze(-1)
     j = j.unsqueeze(-2)
@@ -176,12 +183,14 @@ def document_pattern_mask(patterns: Sequence[Pattern], starts: Tensor) -> Tensor
 
 
 def is_by_distance(pattern: Pattern) -> bool:
-    """Whether the pattern depends on distances alone, so that it is the same wherever a document starts."""
+    """Whether the pattern depends on distances alone, so that it is the same wherever a document
+    starts."""
     return all(isinstance(keys, Band) and keys.start == 0 for keys in pattern)
 
 
 def needed_keys(patterns: Sequence[Pattern], j: Tensor, n: Tensor) -> Tensor:
-    """True where query n or a later one may attend to the earlier key j in some head; n and j broadcast."""
+    """True where query n or a later one may attend to the earlier key j in some head; n and j
+    broadcast."""
     needed = [keys.needed(j, n) for pattern in patterns for keys in pattern]
     return torch.stack(torch.broadcast_tensors(*needed)).any(0)
 

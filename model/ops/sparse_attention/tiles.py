@@ -1,8 +1,11 @@
 """How a set of keys in a pattern is computed as a batch of small dense attentions, called tiles.
 
-    queries (B, H, T, D) -> (N, B H, C, D),    keys (B, H, T, D) -> (N, B H, S, D),    mask (N or 1, 1, C, S)
+    queries (B, H, T, D) -> (N, B H, C, D)
+    keys (B, H, T, D) -> (N, B H, S, D)
+    mask (N or 1, 1, C, S)
 
-There are N tiles of C queries and S keys each. Positions outside of the sequence are filled with 0, and masked.
+There are N tiles of C queries and S keys each. Positions outside of the sequence are filled with 0,
+and masked.
 """
 
 from dataclasses import dataclass
@@ -17,13 +20,15 @@ from common.numbers import ceil_div
 from model.ops.sparse_attention.patterns import Band, Columns, First, Interval, Keys, Pattern
 
 UNSEEN = -1e30  # added to masked scores: exp of it is 0, yet no arithmetic with it gives NaN
-_QUERIES = 64  # fewest queries of a tile, unless the sequence is shorter: products of smaller matrices are slow
+# Fewest queries of a tile, unless the sequence is shorter: products of smaller matrices are slow.
+_QUERIES = 64
 _ROWS = 1024  # queries that share a tile of columns; columns after them are skipped
 
 
 @dataclass(frozen=True)
 class SlidingTiles:
-    """Every `step`-th token forms a sequence of its own; tiles of C of its queries see their keys and those before."""
+    """Every `step`-th token forms a sequence of its own; tiles of C of its queries see their keys
+    and those before."""
 
     visible: Keys
     step: int
@@ -62,14 +67,16 @@ class SlidingTiles:
         return x.permute(2, 3, 0, 1, 5, 4).flatten(2, 3).flatten(0, 1)
 
     def _residues(self, x: Tensor) -> Tensor:
-        """(B, H, T, D) -> (B, H, step, ceil(T / step), D): token t is the (t // step)-th of sequence t mod step."""
+        """(B, H, T, D) -> (B, H, step, ceil(T / step), D): token t is the (t // step)-th of
+        sequence t mod step."""
         x = pad(x, (0, 0, 0, -x.shape[2] % self.step))
         return x.unflatten(2, (-1, self.step)).transpose(2, 3)
 
 
 @dataclass(frozen=True)
 class ColumnTile:
-    """One tile: queries begin .. end - 1 and, of the keys before `stop`, the last `width` of every `size`."""
+    """One tile: queries begin .. end - 1 and, of the keys before `stop`, the last `width` of every
+    `size`."""
 
     visible: Keys
     begin: int
@@ -106,7 +113,8 @@ Tiles = SlidingTiles | ColumnTile
 
 @lru_cache(maxsize=64)  # a mask takes as long as a small attention, and all layers need the same
 def tile_mask(tiles: Tiles, T: int, dtype: torch.dtype) -> Tensor | None:
-    """What to add to scores of keys of type `dtype`, (N or 1, 1, C, S): 0 where the query may attend, else UNSEEN."""
+    """What to add to scores of keys of type `dtype`, (N or 1, 1, C, S): 0 where the query may
+    attend, else UNSEEN."""
     if tiles.causal:
         return None
     with torch.inference_mode(False):
@@ -119,7 +127,8 @@ def tile_mask(tiles: Tiles, T: int, dtype: torch.dtype) -> Tensor | None:
 
 @lru_cache(maxsize=64)
 def tiles_of(pattern: Pattern, T: int) -> tuple[Tiles, ...]:
-    """Return the tiles of a pattern: every key that a query attends to is in exactly one of them."""
+    """Return the tiles of a pattern: every key that a query attends to is in exactly one of
+    them."""
     return tuple(tiles for keys in pattern for tiles in _tiles(keys, T))
 
 
@@ -138,7 +147,8 @@ def _tiles(keys: Keys, T: int) -> list[Tiles]:
                 return []
             return [ColumnTile(keys, 0, T, T, T, width)]
         case Columns():
-            # Whole intervals, whose queries attend to the same columns except those of their interval.
+            # Whole intervals, whose queries attend to the same columns except those of their
+            # interval.
             rows = ceil_div(_ROWS, keys.size) * keys.size
             tiles: list[Tiles] = []
             for begin, end in pairwise([*range(0, T, rows), T]):
@@ -147,7 +157,8 @@ def _tiles(keys: Keys, T: int) -> list[Tiles]:
 
 
 def _band(band: Band, T: int) -> SlidingTiles:
-    """Queries of a tile: a quarter of the keys that each attends to, so that 4 of 5 computed scores are used."""
+    """Queries of a tile: a quarter of the keys that each attends to, so that 4 of 5 computed scores
+    are used."""
     step = min(band.step, T)  # a larger step would still leave every token alone
     length = ceil_div(T, step)
     before = length - 1
