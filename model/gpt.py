@@ -163,8 +163,7 @@ class MLPBlock(Block):
     def residual(
         self, x: Tensor, state: Any, positions: Positions, return_state: bool
     ) -> tuple[Tensor, Any]:
-        """Compute `forward`. With convolutions, the state has the inputs that they still need,
-        too."""
+        """Compute `forward`. With convolutions, the state has their last inputs, too."""
         has_conv = self.conv_mlp is not None
         starts = positions.document_starts
         attention_inputs = None
@@ -227,8 +226,7 @@ class GPTConfig(Settings):
     last time they occurred in the text, for the longest n that did. The state has one size. []:
     none."""
     norm: Literal["layer", "rms"] = "layer"
-    """Norms of blocks and of the output layer's input: LayerNorm, or RMSNorm (Zhang and Sennrich
-    2019)."""
+    """Norms of blocks and before the output: LayerNorm, or RMSNorm (Zhang and Sennrich 2019)."""
     tied: bool = True
     """Whether the output layer shares the embedding's weights."""
     logit_cap: float | None = Field(None, gt=0, allow_inf_nan=False)

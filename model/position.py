@@ -93,8 +93,7 @@ class LogRecurrencePosition(nn.Module):
 
 
 class LearnedPosition(nn.Module):
-    """x + a learned vector for each position. State: tokens seen so far, for each row; ignored with
-    `starts`."""
+    """x + a learned vector for each position. State: tokens so far in each row."""
 
     def __init__(self, n_embd: int, max_len: int) -> None:
         super().__init__()
@@ -104,8 +103,7 @@ class LearnedPosition(nn.Module):
     def forward(
         self, x: Tensor, state: tuple[int, ...] | None = None, starts: Tensor | None = None
     ) -> tuple[Tensor, None, tuple[int, ...]]:
-        """Raises ValueError if a sequence, including earlier tokens, has more tokens than
-        positions."""
+        """Raises ValueError if a text has more tokens than positions."""
         T = x.shape[1]
         if state is None:
             state = (0,) * len(x)
@@ -172,8 +170,7 @@ class NoPosition(nn.Module):
 
 
 class LogRecurrenceConfig(Settings):
-    """A log-space recurrence over the tokens is added to them, as in the published model. No limit
-    of length."""
+    """The published model adds a log-space recurrence over the tokens. No limit of length."""
 
     name: Literal["log_recurrence"]
 

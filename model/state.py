@@ -89,8 +89,7 @@ def tensors_of(state: Any) -> dict[str, Tensor]:
 
 
 def restored(like: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return a state of the same structure as `like` whose tensors are those of `tensors`, by
-    name."""
+    """Return a state of the structure of `like` with `tensors`, by name."""
 
     def value(path: KeyPath, x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -108,8 +107,7 @@ def state_bytes(state: Any) -> int:
 
 
 def lengthened(gpt: nn.Module, state: Any, n: int) -> Any:
-    """Return a state of the size after n tokens. Keys and values share memory until a token is
-    appended."""
+    """Return a state of the size after n tokens. Keys and values share memory."""
     patterns = [module.patterns for module in gpt.modules() if isinstance(module, SparseAttention)]
     patterns.reverse()  # to be popped in the order of the layers
 

@@ -38,11 +38,9 @@ class AttentionSettings(Settings, defaults="attention_parts"):
     conv: Literal[0, 4]
     """Width of a causal convolution over each feature of queries, keys and values; 0: none."""
     qk_norm: bool
-    """Whether queries and keys are divided by their root mean square, with a learned factor for
-    each feature."""
+    """Whether queries and keys are RMS-normalised, with a learned factor for each feature."""
     gate: Literal["none", "silu", "sigmoid"]
-    """Function of a linear layer's output by which the result is multiplied, before it is projected
-    back."""
+    """Function of a linear layer's output that multiplies the result before the last projection."""
 
     mechanism: ClassVar[Callable[..., "Attention"]]
     """(self, n_embd, n_head, head_dim) -> the module without its options."""
@@ -73,8 +71,7 @@ class ForgettingSettings(AttentionSettings):
     """Settings of mechanisms that can forget earlier tokens."""
 
     decay: Literal["none", "head"]
-    """What is forgotten of earlier tokens: nothing, or a share for each head that depends on the
-    token."""
+    """What each token makes a head forget of earlier ones: nothing, or a share."""
 
     @property
     def forgets(self) -> bool:
@@ -85,8 +82,7 @@ class SharedHeadSettings(AttentionSettings):
     """Settings of mechanisms whose query heads can share key and value heads."""
 
     n_kv_head: int | None = Field(ge=1)
-    """Key and value heads, a divisor of n_head; null: n_head, one for each query head; 1: one for
-    all."""
+    """Key and value heads, a divisor of n_head; null: n_head; 1: one for all query heads."""
 
     def check(self, n_head: int, head_dim: int, max_len: int | None) -> None:
         """Raise ValueError if the query heads cannot share their key and value heads evenly."""
@@ -147,8 +143,7 @@ class Attention(nn.Module):
     """(B, device) -> what `attend` takes as the state of B texts before their first tokens, if it
     has one size."""
     flops_per_token: Callable[[int], int]
-    """seq_len -> floating-point operations of the forward pass per token, without the
-    projections."""
+    """seq_len -> flops of the forward pass per token, without the projections."""
     resets = False
     """Whether log_f = -inf makes a token the first of a document."""
     by_distance = False
@@ -199,8 +194,7 @@ class Attention(nn.Module):
                 nn.init.ones_(scale)
 
     def copy_weights(self) -> None:
-        """Make weights equal that start as copies of others; called whenever weights have been
-        drawn."""
+        """Copy weights that start as copies; called whenever weights have been drawn."""
 
     def forward(
         self,

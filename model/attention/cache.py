@@ -114,8 +114,7 @@ class SparseCache(NamedTuple):
     v: Tensor
     """(B, H, S, E)."""
     place: Tensor
-    """(B, 1, S), int32: the number of each column's token in its text, counted from 1; 0: no
-    token."""
+    """(B, 1, S), int32: each column's token in its text, counted from 1; 0: no token."""
     lengths: tuple[int, ...]
     """Tokens seen, for each row, including dropped ones."""
     buffer: "_Buffer | None" = None
@@ -176,8 +175,7 @@ class SparseCache(NamedTuple):
         return self._replace(place=self.place.masked_fill(is_old, 0))
 
     def _pruned(self, patterns: Sequence[Pattern]) -> "SparseCache":
-        """Drop columns that no later token can attend to; if the last columns remain, return a view
-        of them."""
+        """Drop columns that no later token can attend to; a view if the last columns remain."""
         S = self.k.shape[2]
         reach = reach_of(patterns)
         if reach is not None:

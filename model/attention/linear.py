@@ -15,8 +15,7 @@ from model.ops.linear_attention import (
 
 
 class LinearConfig(ForgettingSettings, defaults="model/attention/linear"):
-    """Similarity phi(q)^T phi(k) with phi(x) = elu(x) + 1, in time linear in the sequence
-    length."""
+    """Similarity phi(q)^T phi(k) with phi(x) = elu(x) + 1, in linear time."""
 
     name: Literal["linear"]
     constant_state: ClassVar[bool] = True

@@ -1,5 +1,4 @@
-"""Log-space attention (Heinsen 2024): softmax attention in log space, with a state of constant
-size."""
+"""Log-space attention (Heinsen 2024), with a state of constant size."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, cast
@@ -46,8 +45,7 @@ class _Sizes(ForgettingSettings, defaults="model/attention/log_space"):
 
 
 class LogSpaceConfig(_Sizes):
-    """Similarity log(exp(q) exp(k)^T); keys, queries and values are logarithms, and so is the
-    result."""
+    """Similarity log(exp(q) exp(k)^T); keys, queries, values and results are logarithms."""
 
     name: Literal["log_space"]
 
@@ -121,8 +119,10 @@ class LogSpaceAttention(Attention):
 
 
 class LogSpaceSignedAttention(LogSpaceAttention):
-    """Log-space attention over values v of either sign: y = exp(log_y of v > 0) - exp(log_y of v <
-    0)."""
+    """Log-space attention over values of either sign.
+
+    y = exp(log_y of v > 0) - exp(log_y of v < 0).
+    """
 
     signs = 2
 
@@ -144,8 +144,7 @@ class LogSpaceSignedAttention(LogSpaceAttention):
         return (positive - negative).to(dtype), after
 
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
-        """softmax(log(exp(q) exp(k)^T)) v with explicit weights, to which the signs of v do not
-        matter."""
+        """softmax(log(exp(q) exp(k)^T)) v with explicit weights."""
         terms = q.unsqueeze(3) + k.unsqueeze(2)  # (B, H, T, T, d_k)
         if log_f is not None:
             terms = terms + forgotten(log_f)

@@ -1,5 +1,4 @@
-"""Causal Longformer attention (Beltagy et al. 2020): a window, and global tokens with their own
-projections."""
+"""Causal Longformer attention (Beltagy et al. 2020): a window and global tokens."""
 
 from typing import Any, ClassVar, Literal, NamedTuple
 

@@ -1,5 +1,4 @@
-"""Projection attention (Sanger 2025): weights decrease with the squared distance between query and
-key."""
+"""Projection attention (Sanger 2025): weights decrease with the squared distance."""
 
 import math
 from typing import Any, Literal

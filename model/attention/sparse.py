@@ -30,16 +30,14 @@ _SAMPLES = 256  # queries whose keys are counted to estimate the operations
 
 
 class SlidingWindowConfig(SharedHeadSettings, defaults="model/attention/sliding_window"):
-    """The last `window` keys, including the query's own; with dilation, every (dilation + 1)-th
-    key."""
+    """The last `window` keys with the query's own; with dilation, every (dilation + 1)-th key."""
 
     name: Literal["sliding_window"]
     constant_state: ClassVar[bool] = True
     window: _Keys | tuple[_Keys, ...]
     """Keys that a query attends to; a list gives one number for each head."""
     dilation: _Gap | tuple[_Gap | None, ...] | None
-    """Keys skipped between two keys of the window; null: none; a list gives one item for each
-    head."""
+    """Keys skipped between two keys of the window; null: none; a list has an item for each head."""
 
     def check(self, n_head: int, head_dim: int, max_len: int | None) -> None:
         super().check(n_head, head_dim, max_len)
@@ -107,8 +105,7 @@ class FixedConfig(_TwoSetsConfig, defaults="model/attention/fixed"):
     size: int = Field(ge=1, le=LARGEST)
     """l, tokens of an interval."""
     width: int = Field(ge=1)
-    """c, tokens of an interval that all later tokens attend to: 1 to l. The paper uses 8, 16 and
-    32."""
+    """c, tokens of an interval that later tokens attend to: 1 to l. The paper uses 8, 16 and 32."""
 
     @model_validator(mode="after")
     def _width_fits(self) -> "FixedConfig":
@@ -194,8 +191,7 @@ class SparseAttention(MultiHeadAttention):
         return pattern_mask(self.patterns, t, t)
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Scores and their product with the values, for the keys that a token attends to on
-        average."""
+        """Scores and their product with the values, for the average number of keys."""
         j = torch.arange(seq_len, device="cpu")
         i = j
         if seq_len > _SAMPLES:

@@ -48,8 +48,7 @@ def disable(function: F) -> F:
 
 
 def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast to the type in which autocast computes matrix products; no-op without autocast, or in
-    float64."""
+    """Cast to the type of autocast's matrix products; no-op without autocast, or in float64."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
         return tensors
@@ -62,8 +61,7 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 
 
 def in_chunks(x: Tensor, C: int, fill: float) -> Tensor:
-    """(..., T, D) -> (..., N, C, D), N = ceil(T / C): a view, unless the last chunk must be
-    padded."""
+    """(..., T, D) -> (..., N, C, D), N = ceil(T / C): a view, unless a chunk must be padded."""
     missing = -x.shape[-2] % C
     if missing:
         x = pad(x, (0, 0, 0, missing), value=fill)
@@ -109,8 +107,7 @@ def _is_transformed(x: Tensor) -> bool:
 
 
 def running_sum(x: Tensor, dim: int) -> Tensor:
-    """torch.cumsum; on GPUs with deterministic algorithms, where torch refuses it, log2(length)
-    additions."""
+    """torch.cumsum; log2(length) additions where deterministic algorithms refuse it, on GPUs."""
     if x.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
         return x.cumsum(dim)
     length = x.shape[dim]

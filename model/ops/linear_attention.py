@@ -116,8 +116,7 @@ def _step(
 def _chunks(
     f_q: Tensor, f_k: Tensor, v: Tensor, state: LinearAttentionState, log_f: Tensor | None
 ) -> tuple[Tensor, Tensor, LinearAttentionState]:
-    """Return numerators (B, H, T, d_v), denominators (B, H, T, 1), and the state after the T
-    tokens."""
+    """Return numerators (B, H, T, d_v), denominators (B, H, T, 1), and the state."""
     T = f_q.shape[2]
     C = min(CHUNK, T)
     q = in_chunks(f_q, C, 0.0)  # (B, H, N, C, d)

@@ -33,8 +33,7 @@ SHAPES = ((1, 1, None), (3, 257, 2.0), (4, 4196, None), (2, 12288, 30.0))
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """cap tanh(logits / cap), or the logits without a cap (Gemma 2, arXiv 2408.00118, section
-    2)."""
+    """cap tanh(logits / cap), or the logits without a cap (Gemma 2, arXiv 2408.00118)."""
     return logits if cap is None else (logits / cap).tanh() * cap
 
 
@@ -139,8 +138,7 @@ def _by_torch(
 def _by_triton(
     logits: Tensor, targets: Tensor, n_vocab: int, wanted: bool, cap: float | None
 ) -> Tensor:
-    """As `_by_torch`, for logits of more than n_vocab columns: the gradient of what is beyond them
-    is 0."""
+    """As `_by_torch`, for logits of n_vocab columns or more: gradients of the rest are 0."""
     # Importing triton is slow, and it may be missing.
     from model.ops.linear_cross_entropy.triton import cross_entropy_
 

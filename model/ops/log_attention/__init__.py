@@ -170,9 +170,8 @@ def _check_shapes(
     if 0 in q.shape or 0 in log_v.shape:
         raise ValueError(f"{shapes}: every dimension must be at least 1")
     if causal and q.shape[2] != k.shape[2]:
-        raise ValueError(
-            f"{shapes}: causal attention needs as many queries as keys; pass causal=False for T != S"
-        )
+        needs = "causal attention needs as many queries as keys"
+        raise ValueError(f"{shapes}: {needs}; pass causal=False for T != S")
     if state is not None:
         log_s = tuple(state.log_s.shape)
         log_z = tuple(state.log_z.shape)

@@ -65,8 +65,7 @@ def chunked_log_attention(
     state: LogAttentionState | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, LogAttentionState]:
-    """As causal `log_attention`. It saves its inputs and at most T / CHUNK states for the backward
-    pass."""
+    """As causal `log_attention`. It saves its inputs and at most T / CHUNK states."""
     if state is None:
         state = empty_state(q, log_v)
     refuse_transforms(*NAMES, q, k, log_v, log_f, *state)
@@ -313,16 +312,14 @@ def _step_backward(
 
 
 def grad_of_final_state(inputs: Inputs, M: Tensor, g_log_s: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the last M (B, H, d_k, E), and the heads (B, H) where it is
-    doubtful."""
+    """Return the gradient of the last M (B, H, d_k, E), and its doubtful heads (B, H)."""
     unused = g_log_s == 0
     lost = exact.Certificate(inputs).lost_heads(M.masked_fill(unused, 1))
     return torch.where(unused | (M == 0), 0, g_log_s / M), lost
 
 
 def grad_of_sums(sums: Tensor, saved: _Saved, tokens: slice, frames: Frames) -> Tensor:
-    """Return the gradient of the sums (n, B, H, C, E), given log_y's: 0 for doubtful and empty
-    sums."""
+    """Return the gradient of sums (n, B, H, C, E): 0 for doubtful and empty sums."""
     g_y = frames.split(saved.g_y[:, :, tokens], 0.0)
     g_sums = torch.cat([g_y, g_y.sum(-1, keepdim=True).neg_()], dim=-1).div_(sums)
     if not sums.amin() >= CERTAIN[sums.dtype]:  # also true if a sum is NaN

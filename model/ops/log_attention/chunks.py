@@ -17,8 +17,7 @@ STEP = 2**19
 
 
 def split(x: Tensor, C: int, fill: float) -> Tensor:
-    """(B, H, T, D) -> (N, B, H, C, D), N = ceil(T / C): a view, unless the last chunk must be
-    padded."""
+    """(B, H, T, D) -> (N, B, H, C, D), N = ceil(T / C): a view, unless a chunk must be padded."""
     return in_chunks(x, C, fill).permute(2, 0, 1, 3, 4)
 
 

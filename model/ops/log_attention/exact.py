@@ -35,8 +35,7 @@ def recomputed_tiles(which: str, device: torch.device) -> Tensor:
 
 
 class Certificate:
-    """Finds doubtful sums, which are too small or not finite. A sum without terms is 0 and not
-    doubtful."""
+    """Finds doubtful sums: too small, or not finite. A sum without terms is 0, and certain."""
 
     def __init__(self, inputs: Inputs) -> None:
         self._inputs = inputs
@@ -146,8 +145,7 @@ def _tiles_of(inputs: Inputs) -> _Tiles:
 
 
 def forward(inputs: Inputs, doubtful: Tensor, log_y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log_y (G, T, E - 1) with doubtful tiles (G, N) recomputed, and the last state (G, d_k,
-    E)."""
+    """Return log_y (G, T, E - 1) with doubtful tiles (G, N) recomputed, and the last state."""
     tiles = _tiles_of(inputs)
     states = _states(tiles, inputs.log_s)
     log_y_tiles = in_chunks(log_y, tiles.k.shape[2], 0.0).clone()
@@ -183,8 +181,7 @@ def backward(inputs: Inputs, g_log_S: Tensor, g_log_s: Tensor) -> Inputs:
 
 
 def _some_at_a_time(wanted: Tensor, states: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield indices of True entries, of as many at a time as have latent sums that fit into
-    memory."""
+    """Yield indices of True entries, as many at a time as memory allows for their states."""
     size = max(1, _LARGEST // (CHUNK * states[0, 0].numel()))
     for indices in wanted.nonzero().split(size):
         yield indices.unbind(1)
@@ -196,8 +193,7 @@ def _sequence(tiles: Tensor, T: int) -> Tensor:
 
 
 def _states(tiles: _Tiles, log_s: Tensor) -> Tensor:
-    """Return log_s before each chunk and after the last, (G, N + 1, d_k, E), given it before the
-    first."""
+    """Return log_s before each chunk and after the last, (G, N + 1, d_k, E)."""
     _, k, log_v, log_f = tiles
     _, N, C, d_k = k.shape
     size = max(1, _LARGEST // (C * d_k * log_v.shape[-1]))  # heads at a time

@@ -114,8 +114,7 @@ class Frames(NamedTuple):
         return self._replace(key=key, value=value, factor=self.factor[chunks], chunks=chunks)
 
     def split(self, x: Tensor, fill: float) -> Tensor:
-        """Split tokens (B, H, t, D) into these chunks, in the accumulation type: (n, B, H, C,
-        D)."""
+        """Split tokens (B, H, t, D) into these chunks (n, B, H, C, D), for sums."""
         return split(x.to(self.value.dtype), self.C, fill)
 
 
@@ -206,8 +205,7 @@ def _ends_of(before: Tensor, x: Tensor, C: int, kept: Tensor | None, reset: Tens
 
 
 def _starts(before: Tensor, first: Tensor, last: Tensor, kept: Tensor | None) -> Tensor:
-    """Return the frames at each chunk's start (N, B, H, D), for its first tokens and all that came
-    before."""
+    """Return the frames at each chunk's start (N, B, H, D)."""
     left = torch.cat([before[None], last])  # (1 + N, B, H, D)
     if kept is None:
         left = left.cummax(0).values
@@ -255,8 +253,7 @@ def queries(inputs: Inputs, tokens: slice, frames: Frames) -> Tensor:
 
 
 def keys_and_values(inputs: Inputs, tokens: slice, frames: Frames) -> tuple[Tensor, Tensor]:
-    """e_k (n, B, H, C, d_k) and e_v (n, B, H, C, E), between 0 and about 1; e_v's last column is
-    1."""
+    """e_k (n, B, H, C, d_k) and e_v (n, B, H, C, E), from 0 to about 1; e_v's last column is 1."""
     k = frames.split(inputs.k[:, :, tokens], -torch.inf)
     log_v = frames.split(inputs.log_v[:, :, tokens], -torch.inf)
     e_k = scaled_exp(k, finite(frames.key))

@@ -9,8 +9,7 @@ from model.ops.custom import accumulation_dtype
 
 
 class LogAttentionState(NamedTuple):
-    """The inner log-sum-exps of the paper's eqs. 4-6 over all tokens so far. Empty sums are
-    -inf."""
+    """The inner log-sum-exps of the paper's eqs. 4-6 over all tokens so far; -inf if empty."""
 
     log_s: Tensor
     """(B, H, d_k, d_v): LSE_j(k[j, d] + log_v[j, e]), float32 or float64."""

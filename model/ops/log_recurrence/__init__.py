@@ -1,5 +1,4 @@
-"""The published model's position encoding: a log-space recurrence with forgetting, for each
-feature."""
+"""The published model's position encoding: a log-space recurrence of each feature."""
 
 from functools import partial
 from typing import Any

@@ -190,8 +190,7 @@ def _attend(form: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Ten
 
 
 def _tiles_pay(pattern: Pattern, T: int) -> bool:
-    """Whether tiles are faster than dense attention with a mask, as measured forward and backward
-    on a CPU."""
+    """Whether tiles are faster than dense attention with a mask, as measured on a CPU."""
     if T < _SHORT:
         return False
     n_scores = sum(tiles.n_scores(T) for tiles in tiles_of(pattern, T))
@@ -285,8 +284,7 @@ def _by_flex_attention(
     scale: float | None = None,
     log_f: Tensor | None = None,
 ) -> Tensor:
-    """Attend by FlexAttention's block masks. `_form` chooses this only where it passes its
-    check."""
+    """Attend by FlexAttention's block masks. `_form` checks it before it chooses it."""
     attend, _ = _flex_attention()
     _, H, T, D = q.shape
     k = _repeated(k, H)

@@ -183,14 +183,12 @@ def document_pattern_mask(patterns: Sequence[Pattern], starts: Tensor) -> Tensor
 
 
 def is_by_distance(pattern: Pattern) -> bool:
-    """Whether the pattern depends on distances alone, so that it is the same wherever a document
-    starts."""
+    """Whether the pattern depends on distances alone, wherever a document starts."""
     return all(isinstance(keys, Band) and keys.start == 0 for keys in pattern)
 
 
 def needed_keys(patterns: Sequence[Pattern], j: Tensor, n: Tensor) -> Tensor:
-    """True where query n or a later one may attend to the earlier key j in some head; n and j
-    broadcast."""
+    """True where query n or a later one may attend to key j in some head; n and j broadcast."""
     needed = [keys.needed(j, n) for pattern in patterns for keys in pattern]
     return torch.stack(torch.broadcast_tensors(*needed)).any(0)
 

@@ -127,8 +127,7 @@ def tile_mask(tiles: Tiles, T: int, dtype: torch.dtype) -> Tensor | None:
 
 @lru_cache(maxsize=64)
 def tiles_of(pattern: Pattern, T: int) -> tuple[Tiles, ...]:
-    """Return the tiles of a pattern: every key that a query attends to is in exactly one of
-    them."""
+    """Return the tiles of a pattern: each key of a query is in exactly one of them."""
     return tuple(tiles for keys in pattern for tiles in _tiles(keys, T))
 
 
