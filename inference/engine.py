@@ -29,7 +29,7 @@ from inference.prefill import Prefix, Request, chunk_size, read
 from inference.sampling import NOT_FINITE, SamplingConfig, draw
 from model.gpt import GPT
 from model.graphs import DecodingStep
-from model.state import cat_states, select_rows, state_bytes, stretched
+from model.state import cat_states, lengthened, select_rows, state_bytes
 
 # A cache that grows is copied into a buffer of twice its size: see model/attention/cache.py.
 _COPIES = 3
@@ -164,7 +164,7 @@ class Engine:
                 f"{request.max_tokens} new tokens do not fit into the model's {max_len} learned "
                 "positions: shorten one of them"
             )
-        needed = state_bytes(stretched(self.gpt, self._one_token, n_tokens))
+        needed = state_bytes(lengthened(self.gpt, self._one_token, n_tokens))
         available = _free_memory(self.gpt.device)
         if _COPIES * needed > available:
             raise UserError(

@@ -1,7 +1,8 @@
-"""The GPT: token embeddings, n-grams, positions, residual blocks, and the embeddings again as output layer.
+"""The GPT: token embeddings, n-grams, positions, residual blocks, and the embeddings again as
+output layer.
 
-The file reads in order: blocks, GPTConfig, GPT. Attention mechanisms are in model/attention, positions in
-model/position.py, and the memory of n-grams in model/ngrams.py.
+The file reads in order: blocks, GPTConfig, GPT. Attention mechanisms are in model/attention,
+positions in model/position.py, and the memory of n-grams in model/ngrams.py.
 """
 
 from collections.abc import Callable
@@ -13,9 +14,10 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import gelu, glu, silu
 
+from common.numbers import ceil_div
 from common.settings import Settings, values_of, variant_names
 from model.attention import ATTENTION, AttentionConfig
-from model.attention.base import Attention
+from model.attention.base import Attention, AttentionSettings
 from model.layers import Embedding, FusedLinear, Linear, Recompute, gated_linear, recomputing
 from model.ngrams import NGramMemory
 from model.ops.causal_conv import causal_conv, init_conv, no_inputs
@@ -52,11 +54,14 @@ class MLPConfig(Settings, defaults="model/block/mlp"):
 
     name: Literal["mlp"]
     expansion: int = Field(ge=1, le=2**24)
-    """Hidden features of the MLP, as a multiple of n_embd; swiglu has two thirds of them, and as many parameters."""
+    """Hidden features of the MLP, as a multiple of n_embd; swiglu has two thirds of them, and as
+    many parameters."""
     activation: Literal["gelu", "swiglu", "relu2"]
-    """gelu: GPT-2's, by tanh; swiglu: silu(a) b for two halves of the features (Shazeer 2020); relu2: relu(x)^2."""
+    """gelu: GPT-2's, by tanh; swiglu: silu(a) b for two halves of the features (Shazeer 2020);
+    relu2: relu(x)^2."""
     zero_init: bool
-    """Whether both projections back to the residual stream start at 0, so that the block starts as the identity."""
+    """Whether both projections back to the residual stream start at 0, so that the block starts as
+    the identity."""
     conv: Literal[0, 4]
     """Width of causal convolutions over each feature that attention and MLP read; 0: none.
 
@@ -90,7 +95,8 @@ class Block(nn.Module):
 
 
 class GLUBlock(Block):
-    """x + Linear(GLU(Linear(attention(LayerNorm(x))))): the published residual layer, with torch's initial values."""
+    """x + Linear(GLU(Linear(attention(LayerNorm(x))))): the published residual layer, with torch's
+    initial values."""
 
     def __init__(self, config: "GPTConfig", attention: Attention) -> None:
         super().__init__()
@@ -102,46 +108,51 @@ class GLUBlock(Block):
     def residual(
         self, x: Tensor, state: Any, positions: Positions, return_state: bool
     ) -> tuple[Tensor, Any]:
-        a, state = self.attention(self.norm(x), positions, state, return_state)
-        h, own = self.gate(a), isinstance(self.proj, Linear)  # else an adapter replaces it
-        return x + (gated_linear(h, self.proj.weight) if own else self.proj(glu(h))), state
+        y, state = self.attention(self.norm(x), positions, state, return_state)
+        h = self.gate(y)
+        if isinstance(self.proj, Linear):
+            return x + gated_linear(h, self.proj.weight), state
+        return x + self.proj(glu(h)), state  # an adapter replaces the layer
 
 
 class MLPBlock(Block):
     """GPT-2's pre-norm block (Radford et al. 2019) with its initial values.
 
-    Weights of all linear layers are drawn from N(0, 1 / (3 n_embd)), which is GPT-2's 0.02 at 768 features. Weights of
-    projections back to the residual stream are divided by sqrt(2 n_layer), or 0 with `zero_init`. Biases start at 0.
+    Weights of all linear layers are drawn from N(0, 1 / (3 n_embd)), which is GPT-2's 0.02 at 768
+    features. Weights of projections back to the residual stream are divided by sqrt(2 n_layer), or
+    0 with `zero_init`. Biases start at 0.
     """
 
     def __init__(self, config: "GPTConfig", attention: Attention) -> None:
         super().__init__()
-        settings, n_embd = config.block, config.n_embd
+        settings = config.block
+        n_embd = config.n_embd
         assert isinstance(settings, MLPConfig)
-        swiglu = settings.activation == "swiglu"
-        hidden = (
-            -(-settings.expansion * n_embd // 12) * 8 if swiglu else settings.expansion * n_embd
-        )
+        n_hidden = settings.expansion * n_embd
+        n_matrices = 1
+        if settings.activation == "swiglu":
+            n_hidden = ceil_div(n_hidden, 12) * 8
+            n_matrices = 2
         self.norm_attention = config.new_norm()
         self.attention = attention
         self.proj = Linear(attention.n_out, n_embd)
         self.norm_mlp = config.new_norm()
-        self.up = FusedLinear(n_embd, [hidden] * (2 if swiglu else 1))
-        self.down = Linear(hidden, n_embd)
+        self.up = FusedLinear(n_embd, [n_hidden] * n_matrices)
+        self.down = Linear(n_hidden, n_embd)
         self.activation = _ACTIVATIONS[settings.activation]
-        convs = (
-            nn.Parameter(torch.empty(settings.conv * n_embd)) if settings.conv else None
-            for _ in range(2)
-        )
-        self.conv_attention, self.conv_mlp = convs
+        self.conv_attention: nn.Parameter | None = None
+        self.conv_mlp: nn.Parameter | None = None
+        if settings.conv:
+            self.conv_attention = nn.Parameter(torch.empty(settings.conv * n_embd))
+            self.conv_mlp = nn.Parameter(torch.empty(settings.conv * n_embd))
 
         std = (3 * n_embd) ** -0.5
         for module in self.modules():
             if isinstance(module, Linear):
                 module.std = std
-        self.proj.std = self.down.std = (
-            0.0 if settings.zero_init else std / (2 * config.n_layer) ** 0.5
-        )
+        std_to_residual = 0.0 if settings.zero_init else std / (2 * config.n_layer) ** 0.5
+        self.proj.std = std_to_residual
+        self.down.std = std_to_residual
 
     def reset_parameters(self) -> None:
         """Draw initial values of the convolutions."""
@@ -152,42 +163,48 @@ class MLPBlock(Block):
     def residual(
         self, x: Tensor, state: Any, positions: Positions, return_state: bool
     ) -> tuple[Tensor, Any]:
-        """Compute `forward`. With convolutions, the state has the inputs that they still need, too."""
-        has_conv, starts = self.conv_mlp is not None, positions.document_starts
-        state, seen_attention, seen_mlp = (
-            state if has_conv and state is not None else (state, None, None)
-        )
-        h, seen_attention = causal_conv(
-            self.norm_attention(x), self.conv_attention, seen_attention, starts
-        )
-        a, state = self.attention(h, positions, state, return_state)
-        x = x + self.proj(a)
-        h, seen_mlp = causal_conv(self.norm_mlp(x), self.conv_mlp, seen_mlp, starts)
+        """Compute `forward`. With convolutions, the state has their last inputs, too."""
+        has_conv = self.conv_mlp is not None
+        starts = positions.document_starts
+        attention_inputs = None
+        mlp_inputs = None
+        if has_conv and state is not None:
+            state, attention_inputs, mlp_inputs = state
+        h = self.norm_attention(x)
+        h, attention_inputs = causal_conv(h, self.conv_attention, attention_inputs, starts)
+        y, state = self.attention(h, positions, state, return_state)
+        x = x + self.proj(y)
+        h, mlp_inputs = causal_conv(self.norm_mlp(x), self.conv_mlp, mlp_inputs, starts)
         x = x + self.down(self.activation(self.up(h)))
-        return x, (state, seen_attention, seen_mlp) if has_conv and return_state else state
+        if has_conv and return_state:
+            state = (state, attention_inputs, mlp_inputs)
+        return x, state
 
     def initial_state(self, B: int, device: torch.device) -> Any:
-        state, convs = super().initial_state(B, device), (self.conv_attention, self.conv_mlp)
-        seen = [
-            no_inputs(weight, B, self.proj.out_features) for weight in convs if weight is not None
-        ]
-        return (state, *seen) if seen else state
+        state = super().initial_state(B, device)
+        if self.conv_attention is None or self.conv_mlp is None:
+            return state
+        n_embd = self.proj.out_features
+        attention_inputs = no_inputs(self.conv_attention, B, n_embd)
+        return state, attention_inputs, no_inputs(self.conv_mlp, B, n_embd)
 
 
 _BLOCKS: dict[str, type[GLUBlock | MLPBlock]] = {"glu": GLUBlock, "mlp": MLPBlock}
 
 
 class GPTConfig(Settings):
-    """The architecture. Attention, block and position can be combined freely, except log-space and rotary.
+    """The architecture. Attention, block and position can be combined freely, except log-space and
+    rotary.
 
-    Sizes have bounds far above any practical use, so that a model of an untrusted configuration can be created on the
-    meta device in seconds, and no tensor has more elements than torch can count.
+    Sizes have bounds far above any practical use, so that a model of an untrusted configuration can
+    be created on the meta device in seconds, and no tensor has more elements than torch can count.
     """
 
     n_vocab: int = Field(ge=1, le=2**24)
     """Number of token ids, which are 0 to n_vocab - 1."""
     pad_vocab: int = Field(1, ge=1, le=2**16)
-    """The number of rows of the embedding is rounded up to a multiple of this: 64 aligns matrix products on GPUs."""
+    """The number of rows of the embedding is rounded up to a multiple of this: 64 aligns matrix
+    products on GPUs."""
     n_layer: int = Field(ge=1, le=1024)
     """Residual blocks."""
     n_head: int = Field(ge=1, le=2**12)
@@ -199,16 +216,17 @@ class GPTConfig(Settings):
     attention: AttentionConfig
     """Attention used by every layer, unless attention_pattern is set."""
     attention_pattern: list[AttentionConfig] | None = Field(None, min_length=1)
-    """Attention of each layer, repeated: with [log_space, softmax] layers alternate. An item is a mechanism with its
-    settings, or the name of a file in configs/model/attention. The name of the mechanism in `attention` stands for
-    `attention` with its settings."""
+    """Attention of each layer, repeated: with [log_space, softmax] layers alternate. An item is a
+    mechanism with its settings, or the name of a file in configs/model/attention. The name of the
+    mechanism in `attention` stands for `attention` with its settings."""
     block: BlockConfig
     position: PositionConfig
     ngrams: list[Annotated[int, Field(ge=1, le=64)]] = Field([], max_length=8)
-    """Lengths of strings in ascending order: every token sees what followed the last n tokens the last time they
-    occurred in the text, for the longest n that did. The state has one size. []: none."""
+    """Lengths of strings in ascending order: every token sees what followed the last n tokens the
+    last time they occurred in the text, for the longest n that did. The state has one size. []:
+    none."""
     norm: Literal["layer", "rms"] = "layer"
-    """Norms of blocks and of the output layer's input: LayerNorm, or RMSNorm (Zhang and Sennrich 2019)."""
+    """Norms of blocks and before the output: LayerNorm, or RMSNorm (Zhang and Sennrich 2019)."""
     tied: bool = True
     """Whether the output layer shares the embedding's weights."""
     logit_cap: float | None = Field(None, gt=0, allow_inf_nan=False)
@@ -222,18 +240,16 @@ class GPTConfig(Settings):
         if not isinstance(pattern, list | tuple):
             return raw
         attention = raw.get("attention")
-        own = (
-            attention.get("name")
-            if isinstance(attention, dict)
-            else getattr(attention, "name", None)
-        )
+        if isinstance(attention, AttentionSettings):
+            attention = attention.model_dump()
+        default_name = attention.get("name") if isinstance(attention, dict) else None
 
         def settings(item: Any) -> Any:
             if not isinstance(item, str):
                 return item
-            return (
-                attention if item == own else values_of("model/attention", item) or {"name": item}
-            )
+            if item == default_name:
+                return attention
+            return values_of("model/attention", item) or {"name": item}
 
         return {**raw, "attention_pattern": [settings(item) for item in pattern]}
 
@@ -242,11 +258,11 @@ class GPTConfig(Settings):
         if self.head_dim is None and self.n_embd % self.n_head:
             what = f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}"
             raise ValueError(f"{what}: set head_dim, or an n_head that divides n_embd")
-        if sorted(set(self.ngrams)) != self.ngrams:
-            raise ValueError(
-                f"ngrams={self.ngrams} are not in ascending order: use {sorted(set(self.ngrams))}"
-            )
-        if (n_items := len(self.attention_pattern or [])) > self.n_layer:
+        ascending = sorted(set(self.ngrams))
+        if self.ngrams != ascending:
+            raise ValueError(f"ngrams={self.ngrams} are not in ascending order: use {ascending}")
+        n_items = len(self.attention_pattern or [])
+        if n_items > self.n_layer:
             what = f"attention_pattern has {n_items} items for n_layer={self.n_layer}"
             raise ValueError(f"{what}: use at most one for each layer")
         self._check_layers(self._check_attention)
@@ -254,24 +270,15 @@ class GPTConfig(Settings):
 
     def _check_attention(self, layer: AttentionConfig) -> None:
         """Raise ValueError if a layer's mechanism does not fit the other settings."""
-        layer.check(self.n_head, self.head_features)
-        n_global, most, rotary = (
-            getattr(layer, "n_global", 0),
-            self.max_len,
-            self.position.name == "rotary",
-        )
-        if most is not None and n_global > most:
-            raise ValueError(
-                f"n_global={n_global} is more than the model's {most} positions: use at most {most}"
-            )
-        if rotary and not layer.suits_rotary:
-            raise ValueError(
-                f"rotary positions do not help {layer.name}: use position log_recurrence, learned or none"
-            )
-        if rotary and self.head_features % 2:
-            raise ValueError(
-                f"rotary positions turn pairs of features: use an even number, not {self.head_features}"
-            )
+        layer.check(self.n_head, self.head_features, self.max_len)
+        if self.position.name != "rotary":
+            return
+        if not layer.suits_rotary:
+            what = f"rotary positions do not help {layer.name}"
+            raise ValueError(f"{what}: use position log_recurrence, learned or none")
+        if self.head_features % 2:
+            what = "rotary positions turn pairs of features"
+            raise ValueError(f"{what}: use an even number, not {self.head_features}")
 
     def check_documents(self) -> None:
         """Raise ValueError if the attention of a layer cannot keep documents apart."""
@@ -281,18 +288,17 @@ class GPTConfig(Settings):
         """Raise ValueError if the state grows with the text, and so does not fit `setting`.
 
         Args:
-            from_empty: whether the state must have its size before the first token, too: `initial_state` is needed.
+            from_empty: whether the state must have its size before the first token, too:
+                `initial_state` is needed.
         """
         if self.max_len is not None:
             raise ValueError(
                 f"position: {setting} needs more than {self.max_len} learned positions: use others"
             )
-        able = [
-            cls
-            for cls in ATTENTION
-            if cls.constant_state and not (from_empty and "n_global" in cls.model_fields)
-        ]
-        names = [name for cls in able for name in variant_names(cls)]
+        names: list[str] = []
+        for mechanism in ATTENTION:
+            if mechanism.constant_state and (mechanism.has_empty_state or not from_empty):
+                names += variant_names(mechanism)
 
         def check(layer: AttentionConfig) -> None:
             if layer.name not in names:
@@ -302,25 +308,25 @@ class GPTConfig(Settings):
         self._check_layers(check)
 
     def _check_layers(self, check: Callable[[AttentionConfig], None]) -> None:
-        pattern = {
-            f"attention_pattern.{i}": item for i, item in enumerate(self.attention_pattern or [])
-        }
-        for part, layer in (pattern or {"attention": self.attention}).items():
+        layers = {"attention": self.attention}
+        if self.attention_pattern:
+            layers = {f"attention_pattern.{i}": x for i, x in enumerate(self.attention_pattern)}
+        for key, layer in layers.items():
             try:
                 check(layer)
             except ValueError as error:
-                raise ValueError(f"{part}: {error}") from None
+                raise ValueError(f"{key}: {error}") from None
 
     @property
     def n_vocab_padded(self) -> int:
         """Rows of the embedding, which is also the number of logits."""
-        return -(-self.n_vocab // self.pad_vocab) * self.pad_vocab
+        return ceil_div(self.n_vocab, self.pad_vocab) * self.pad_vocab
 
     def new_norm(self) -> nn.Module:
         """Create a norm of n_embd features."""
-        return (
-            nn.LayerNorm(self.n_embd) if self.norm == "layer" else nn.RMSNorm(self.n_embd, eps=1e-6)
-        )
+        if self.norm == "layer":
+            return nn.LayerNorm(self.n_embd)
+        return nn.RMSNorm(self.n_embd, eps=1e-6)
 
     @property
     def head_features(self) -> int:
@@ -347,7 +353,8 @@ class GPTState(NamedTuple):
     ngrams: NGramState | None = None
 
 
-def _call(module: nn.Module, *args: Any, **options: Any) -> Any:
+def call_layer(module: nn.Module, *args: Any, **options: Any) -> Any:
+    """Call a module: (module, x, state, ...) -> (x, ..., state)."""
     return module(*args, **options)
 
 
@@ -358,8 +365,8 @@ class GPT(nn.Module):
         """Create the model.
 
         Args:
-            eot_id: the token that starts a document. Its tokens do not see earlier documents. None: all tokens see
-                each other.
+            eot_id: the token that starts a document. Its tokens do not see earlier documents. None:
+                all tokens see each other.
 
         Raises:
             ValueError: attention cannot keep documents apart.
@@ -367,27 +374,24 @@ class GPT(nn.Module):
         super().__init__()
         if eot_id is not None:
             config.check_documents()
-        self.config, self.eot_id = config, eot_id
-        self.constant_state = config.max_len is None and all(
-            layer.constant_state for layer in config.layers
-        )
+        self.config = config
+        self.eot_id = eot_id
+        constant_layers = all(layer.constant_state for layer in config.layers)
+        self.constant_state = constant_layers and config.max_len is None
         """Whether the state has one size, whatever the number of tokens."""
         self.recompute: Recompute = "none"
-        """What a backward pass computes again instead of keeping it: of blocks, and of reading the n-grams' memory."""
-        self.call: Callable[..., Any] = _call
-        """Calls a module: (module, x, state, ...) -> (x, ..., state). Context parallel sends states around it."""
+        """What a backward pass computes again instead of keeping it: of blocks, and of reading the
+        n-grams' memory."""
         device = torch.get_default_device()
         with torch.device("meta"):
             self.embed = Embedding(config.n_vocab_padded, config.n_embd)
             self.position: Any = config.position.build(config.n_embd, config.head_features)
             if config.ngrams:
                 self.ngrams = NGramMemory(config.ngrams, config.n_embd)
-            self.blocks: Any = nn.ModuleList(
-                _BLOCKS[config.block.name](
-                    config, layer.build(config.n_embd, config.n_head, config.head_features)
-                )
-                for layer in config.layers
-            )
+            self.blocks: Any = nn.ModuleList()
+            for layer in config.layers:
+                attention = layer.build(config.n_embd, config.n_head, config.head_features)
+                self.blocks.append(_BLOCKS[config.block.name](config, attention))
             self.norm = config.new_norm()
             if not config.tied:
                 self.output = Linear(config.n_embd, config.n_vocab_padded, bias=False)
@@ -402,20 +406,22 @@ class GPT(nn.Module):
         """Draw the weights with torch's generator of the CPU, in the order of `state_dict()`.
 
         Args:
-            shard_like: (a whole weight, its parameter) -> what this process holds of it, if parameters are sharded.
+            shard_like: (a whole weight, its parameter) -> what this process holds of it, if
+                parameters are sharded.
         """
         for module in self.modules():
-            held = {name: p for name, p in module._parameters.items() if p is not None}
-            if held:  # each module draws its own parameters, whole and on the CPU
-                whole = {
-                    name: nn.Parameter(torch.empty(p.shape, device="cpu"))
-                    for name, p in held.items()
-                }
-                module._parameters.update(whole)
-                cast(Any, module).reset_parameters()
-                module._parameters.update(held)
-                for name, p in held.items():
-                    p.copy_(shard_like(whole[name], p))
+            parameters = dict(module.named_parameters(recurse=False))
+            if not parameters:
+                continue
+            # Each module draws its own parameters, whole and on the CPU.
+            whole = {}
+            for name, parameter in parameters.items():
+                whole[name] = nn.Parameter(torch.empty(parameter.shape, device="cpu"))
+            module._parameters.update(whole)
+            cast(Any, module).reset_parameters()
+            module._parameters.update(parameters)
+            for name, parameter in parameters.items():
+                parameter.copy_(shard_like(whole[name], parameter))
         for block in self.blocks:
             block.attention.copy_weights()
 
@@ -434,23 +440,34 @@ class GPT(nn.Module):
     ) -> Tensor | tuple[Tensor, GPTState]:
         """(B, T) ids -> (B, T, n_vocab) logits, or (logits, state) with `return_state`.
 
-        `state` is what an earlier call returned for the tokens before these, None at the start of a text.
+        `state` is what an earlier call returned for the tokens before these, None at the start of a
+        text.
         """
         x, state = self.features(token_ids, state, return_state)
         logits = self.logits(x)
         return (logits, state) if return_state else logits
 
     def logits(self, x: Tensor) -> Tensor:
-        """Output layer: (..., n_embd) -> (..., n_vocab). Padding rows have no logits here, but losses include them."""
+        """Output layer: (..., n_embd) -> (..., n_vocab). Padding rows have no logits here, but
+        losses include them."""
         logits = x @ self.embed.weight.T if self.config.tied else self.output(x)
         return capped(logits[..., : self.config.n_vocab], self.config.logit_cap)
 
     def features(
-        self, token_ids: Tensor, state: GPTState | None = None, return_state: bool = False
+        self,
+        token_ids: Tensor,
+        state: GPTState | None = None,
+        return_state: bool = False,
+        call_layer: Callable[..., Any] = call_layer,
     ) -> tuple[Tensor, GPTState]:
-        """Return the output layer's input, (B, T, n_embd), and the state. Arguments are those of `forward`.
+        """Return the output layer's input, (B, T, n_embd), and the state.
 
         Without `return_state` the returned state is incomplete.
+
+        Args:
+            token_ids, state, return_state: those of `forward`.
+            call_layer: calls a module with a state; context parallelism receives and sends the
+                state around the call.
 
         Raises:
             ValueError: T = 0.
@@ -464,51 +481,64 @@ class GPT(nn.Module):
             starts = token_ids == self.eot_id
             if (state is not None or return_state) and not self.constant_state:
                 return self._by_documents(token_ids, starts, state)
-        return self._features(token_ids, starts, state, return_state)
+        return self._features(token_ids, starts, state, return_state, call_layer)
 
     def _features(
-        self, token_ids: Tensor, starts: Tensor | None, state: GPTState | None, return_state: bool
+        self,
+        token_ids: Tensor,
+        starts: Tensor | None,
+        state: GPTState | None,
+        return_state: bool,
+        call_layer: Callable[..., Any] = call_layer,
     ) -> tuple[Tensor, GPTState]:
-        position, layers, ngrams = state or GPTState(None, (None,) * len(self.blocks))
+        if state is None:
+            state = GPTState(None, (None,) * len(self.blocks))
+        position, layers, ngrams = state
         x = self.embed(token_ids)  # (B, T, n_embd)
         if self.config.ngrams:
-            x, ngrams = self.call(
-                self.ngrams, x, ngrams, starts, token_ids, self.embed.weight, self.recompute
-            )
-            ngrams = (
-                ngrams if return_state else None
-            )  # else its memory would be held until the loss is computed
-        x, rotation, position = self.call(self.position, x, position, starts)
-        positions, after = Positions(rotation, starts), []
+            embed = self.embed.weight
+            x, ngrams = call_layer(self.ngrams, x, ngrams, starts, token_ids, embed, self.recompute)
+            if not return_state:
+                ngrams = None  # its memory would be held until the loss is computed
+        x, rotation, position = call_layer(self.position, x, position, starts)
+        positions = Positions(rotation, starts)
+        states = []
         for block, layer in zip(self.blocks, layers, strict=True):
-            x, layer = self.call(
+            x, layer = call_layer(
                 block, x, layer, positions, self.recompute, return_state=return_state
             )
-            after.append(layer)
-        return self.norm(x), GPTState(position, tuple(after), ngrams)
+            states.append(layer)
+        return self.norm(x), GPTState(position, tuple(states), ngrams)
 
     def _by_documents(
         self, token_ids: Tensor, starts: Tensor, state: GPTState | None
     ) -> tuple[Tensor, GPTState]:
-        """Compute `features` with a state that grows: each document of each row by itself, where they start apart."""
+        """Compute `features` with a state that grows: each document of each row by itself, where
+        they start apart."""
         starts = starts.cpu()
-        if not starts[:, 1:].any() and (state is None or starts[:, 0].all() or not starts.any()):
-            return self._features(token_ids, None, None if starts.any() else state, True)
-        outputs, states = [], []
+        if not starts.any():
+            return self._features(token_ids, None, state, True)
+        rows_are_alike = state is None or bool(starts[:, 0].all())
+        if rows_are_alike and not starts[:, 1:].any():
+            return self._features(token_ids, None, None, True)
+        outputs = []
+        states = []
         for b, row in enumerate(token_ids.split(1)):
-            one = None if state is None else select_rows(state, [b])
-            for n, document in enumerate(row.tensor_split(starts[b].nonzero().flatten(), dim=1)):
-                one = None if n else one
-                if document.shape[1]:
-                    x, one = self._features(document, None, one, True)
-                    outputs.append(x)
-            states.append(one)
-        return torch.cat(outputs, dim=1).view(len(token_ids), token_ids.shape[1], -1), cat_states(
-            states
-        )
+            row_state = None if state is None else select_rows(state, [b])
+            before, *documents = row.tensor_split(starts[b].nonzero().flatten(), dim=1)
+            if before.shape[1]:  # these tokens go on with the document that the state has read
+                x, row_state = self._features(before, None, row_state, True)
+                outputs.append(x)
+            for document in documents:
+                x, row_state = self._features(document, None, None, True)
+                outputs.append(x)
+            states.append(row_state)
+        x = torch.cat(outputs, dim=1).view(*token_ids.shape, -1)
+        return x, cat_states(states)
 
     def initial_state(self, B: int) -> GPTState:
-        """The state of B texts before their first tokens, for models with `constant_state`; None means the same."""
+        """The state of B texts before their first tokens, for models with `constant_state`; None
+        means the same."""
         device = self.device
         layers = tuple(block.initial_state(B, device) for block in self.blocks)
         ngrams = self.ngrams.initial_state(B, device) if self.config.ngrams else None
@@ -527,9 +557,8 @@ class GPT(nn.Module):
         """
         x, state = self.features(token_ids, state, return_state)
         cap = self.config.logit_cap
-        losses = token_losses(x.flatten(0, 1), self.output_weight, targets.flatten(), cap).view_as(
-            targets
-        )
+        losses = token_losses(x.flatten(0, 1), self.output_weight, targets.flatten(), cap)
+        losses = losses.view_as(targets)
         return (losses, state) if return_state else losses
 
     def summed_loss(
@@ -538,14 +567,18 @@ class GPT(nn.Module):
         targets: Tensor | None,
         state: GPTState | None = None,
         return_state: bool = False,
+        call_layer: Callable[..., Any] = call_layer,
     ) -> Any:
-        """Sum of `token_losses`, computed with less memory. Without targets, None: for the state alone."""
-        x, state = self.features(token_ids, state, return_state)
+        """Sum of `token_losses`, computed with less memory. Without targets, None: for the state
+        alone.
+
+        `call_layer` is that of `features`.
+        """
+        x, state = self.features(token_ids, state, return_state, call_layer)
         if targets is None:
             return None, state
-        loss = summed_loss(
-            x.flatten(0, 1), self.output_weight, targets.flatten(), self.config.logit_cap
-        )
+        cap = self.config.logit_cap
+        loss = summed_loss(x.flatten(0, 1), self.output_weight, targets.flatten(), cap)
         return (loss, state) if return_state else loss
 
     def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
@@ -559,28 +592,29 @@ class GPT(nn.Module):
 
     def size(self, n_vocab: int) -> str:
         """The number of parameters in words, also without the rows of ids from n_vocab on."""
-        padding = (
-            (self.config.n_vocab_padded - n_vocab)
-            * self.config.n_embd
-            * (1 if self.config.tied else 2)
-        )
-        without = (
-            f" ({self.n_params() - padding:,} without the rows that pad the vocabulary)"
-            if padding
-            else ""
-        )
-        return f"{self.n_params():,} parameters{without}"
+        n_params = self.n_params()
+        n_matrices = 1 if self.config.tied else 2
+        padding = (self.config.n_vocab_padded - n_vocab) * self.config.n_embd * n_matrices
+        if not padding:
+            return f"{n_params:,} parameters"
+        without = f"{n_params - padding:,} without the rows that pad the vocabulary"
+        return f"{n_params:,} parameters ({without})"
 
     def flops_per_token(self, seq_len: int) -> int:
         """Floating-point operations of one token's forward and backward pass, as MFU counts them.
 
-        2 + 4 for every weight in a matrix product, and three times the operations of the attention's forward pass.
-        An embedding lookup counts as none, and so does what a backward pass computes again (Chowdhery et al. 2022,
-        arXiv 2204.02311, appendix B): log attention's executes 1.5 times the operations that are counted for it.
+        2 + 4 for every weight in a matrix product, and three times the operations of the
+        attention's forward pass. An embedding lookup counts as none, and so does what a backward
+        pass computes again (Chowdhery et al. 2022, arXiv 2204.02311, appendix B): log attention's
+        executes 1.5 times the operations that are counted for it.
         """
-        weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        weights += self.embed.weight.numel() if self.config.tied else 0
-        attention = sum(
-            m.flops_per_token(seq_len) for m in self.modules() if isinstance(m, Attention)
-        )
-        return 6 * weights + 3 * attention
+        n_weights = 0
+        attention = 0
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                n_weights += module.weight.numel()
+            elif isinstance(module, Attention):
+                attention += module.flops_per_token(seq_len)
+        if self.config.tied:
+            n_weights += self.embed.weight.numel()
+        return 6 * n_weights + 3 * attention

@@ -27,8 +27,8 @@ def load_published(path: str | Path) -> GPT:
     """Build a GPT from weights of the published implementation, in the file's dtype.
 
     Args:
-        path: a safetensors file with `weights/NAME` for each parameter, and the architecture as JSON in its metadata's
-            `config`: vocab_sz, d_emb, n_layers, n_heads, d_key, d_val.
+        path: a safetensors file with `weights/NAME` for each parameter, and the architecture as
+            JSON in its metadata's `config`: vocab_sz, d_emb, n_layers, n_heads, d_key, d_val.
 
     Raises:
         UserError: the file cannot be read, or its tensors do not match its architecture.
@@ -36,19 +36,21 @@ def load_published(path: str | Path) -> GPT:
     try:
         with safe_open(path, framework="pt") as file:
             sizes = json.loads((file.metadata() or {}).get("config", "{}"))
-            weights = [key for key in file.keys() if "weights/" in key]  # noqa: SIM118
-            tensors = {key.removeprefix("weights/"): file.get_tensor(key) for key in weights}
+            keys = [key for key in file.keys() if "weights/" in key]  # noqa: SIM118
+            tensors = {key.removeprefix("weights/"): file.get_tensor(key) for key in keys}
     except (OSError, SafetensorError, ValueError) as error:
         raise UserError(f"cannot read published weights from {path}: {error}") from None
-    if missing := [size for size in _SIZES if not isinstance(sizes, dict) or size not in sizes]:
+    if not isinstance(sizes, dict):
+        sizes = {}
+    missing = [size for size in _SIZES if size not in sizes]
+    if missing:
         lacks = f"the config in its metadata lacks {', '.join(missing)}"
         raise UserError(f"{path} does not describe an architecture: {lacks}")
     with torch.device("meta"):
         gpt = GPT(published_config(**{size: sizes[size] for size in _SIZES}))
     try:
-        gpt.load_state_dict(
-            {ours: tensors[published_name(ours)] for ours in gpt.state_dict()}, assign=True
-        )
+        weights = {ours: tensors[published_name(ours)] for ours in gpt.state_dict()}
+        gpt.load_state_dict(weights, assign=True)
     except (KeyError, RuntimeError) as error:
         raise UserError(
             f"the weights in {path} do not match the architecture in its metadata: {error}"
@@ -68,26 +70,29 @@ def published_config(
         "n_embd": d_emb,
     }
     attention = {"name": "log_space", "d_key": d_key, "d_val": d_val}
-    parts = {
+    choices = {
         "attention": attention,
         "block": {"name": "glu"},
         "position": {"name": "log_recurrence"},
     }
-    return decode(GPTConfig, sizes | parts)
+    return decode(GPTConfig, sizes | choices)
 
 
 def published_name(ours: str) -> str:
-    """Return the published name of one of our parameters: blocks.3.gate.bias -> layers.3.feedforward2.0.bias."""
+    """Return the published name of one of our parameters: blocks.3.gate.bias ->
+    layers.3.feedforward2.0.bias."""
     return name_elsewhere(ours, _PUBLISHED_NAMES)
 
 
 def name_elsewhere(ours: str, names: Mapping[str, str]) -> str:
-    """Translate the name of one of our parameters by a mapping of module names, where {} is the layer's number.
+    """Translate the name of one of our parameters by a mapping of module names, where {} is the
+    layer's number.
 
     Raises:
         KeyError: the mapping does not contain the parameter's module.
     """
-    layer = next((part for part in ours.split(".") if part.isdigit()), "")
+    numbers = [word for word in ours.split(".") if word.isdigit()]
+    layer = numbers[0] if numbers else ""
     for pattern, theirs in names.items():
         prefix = pattern.format(layer)
         if f"{ours}.".startswith(f"{prefix}."):

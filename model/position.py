@@ -1,13 +1,14 @@
-"""Position encodings. Log-space and softmax attention do not depend on the order of tokens by themselves.
+"""Position encodings. Log-space and softmax attention do not depend on the order of tokens by
+themselves.
 
 A position is a module with
 
     forward(x (B, T, n_embd), state=None, starts=None) -> (x, rotation or None, state)
 
-Attention rotates its queries and keys by `rotation`. The state holds what the module needs of earlier tokens, with an
-entry for each row of a batch, since rows may be at different positions. `starts` is Positions.document_starts. If the
-size of the state is constant, `initial_state(B, device)` returns the state of B texts before their first tokens, which
-None also stands for.
+Attention rotates its queries and keys by `rotation`. The state holds what the module needs of
+earlier tokens, with an entry for each row of a batch, since rows may be at different positions.
+`starts` is Positions.document_starts. If the size of the state is constant, `initial_state(B,
+device)` returns the state of B texts before their first tokens, which None also stands for.
 """
 
 from typing import Annotated, Literal, NamedTuple
@@ -38,31 +39,37 @@ class Positions(NamedTuple):
 
     rotation: Rotation | None = None
     document_starts: Tensor | None = None
-    """(B, T), bool: True at the first token of each document, which does not see earlier ones. Attention with a state
-    needs `resets` or `by_distance`. None: all tokens are one document."""
+    """(B, T), bool: True at the first token of each document, which does not see earlier ones.
+    Attention with a state needs `resets` or `by_distance`. None: all tokens are one document."""
 
 
 NO_POSITIONS = Positions()
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate feature pairs (i, i + D / 2) of x (B, H, T, D) by their position's angles (Su et al. 2021, eq. 34)."""
+    """Rotate feature pairs (i, i + D / 2) of x (B, H, T, D) by their position's angles (Su et al.
+    2021, eq. 34)."""
     a, b = x.chunk(2, dim=-1)
-    cos, sin = (angle.to(x.dtype).unsqueeze(-3) for angle in rotation)  # (B or 1, 1, T, D / 2)
+    cos = rotation.cos.to(x.dtype).unsqueeze(-3)  # (B or 1, 1, T, D / 2)
+    sin = rotation.sin.to(x.dtype).unsqueeze(-3)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
 def last_positions(lengths: tuple[int, ...], n: int, device: torch.device) -> Tensor:
-    """Return the positions of the last n tokens of texts of these lengths: (B, n), or (1, n) if all lengths are equal.
+    """Return the positions of the last n tokens of texts of these lengths: (B, n), or (1, n) if all
+    lengths are equal.
 
     Positions before the first token, where there is no token, are negative.
     """
-    lengths = lengths[:1] if len(set(lengths)) == 1 else lengths
-    return torch.tensor(lengths, device=device).unsqueeze(1) - n + torch.arange(n, device=device)
+    if len(set(lengths)) == 1:
+        lengths = lengths[:1]
+    start = torch.tensor(lengths, device=device).unsqueeze(1) - n
+    return start + torch.arange(n, device=device)
 
 
 class LogRecurrencePosition(nn.Module):
-    """x + s, where s_t = log(p_t exp(s_{t-1}) + exp(h_t)) and a linear layer computes p and h. State: s (B, n_embd)."""
+    """x + s, where s_t = log(p_t exp(s_{t-1}) + exp(h_t)) and a linear layer computes p and h.
+    State: s (B, n_embd)."""
 
     def __init__(self, n_embd: int) -> None:
         super().__init__()
@@ -74,11 +81,9 @@ class LogRecurrencePosition(nn.Module):
         p, h = self.dense(x).chunk(2, dim=-1)
         log_p = logsigmoid(p)
         if starts is not None:  # a document's first step is from s = 0
-            first = starts.unsqueeze(-1)
-            h, log_p = (
-                torch.logaddexp(log_p, h).where(first, h),
-                log_p.masked_fill(first, -torch.inf),
-            )
+            is_first = starts.unsqueeze(-1)
+            h = torch.logaddexp(log_p, h).where(is_first, h)
+            log_p = log_p.masked_fill(is_first, -torch.inf)
         s, state = log_recurrence(log_p, h, state)
         return x + s, None, state
 
@@ -88,7 +93,7 @@ class LogRecurrencePosition(nn.Module):
 
 
 class LearnedPosition(nn.Module):
-    """x + a learned vector for each position. State: tokens seen so far, for each row; ignored with `starts`."""
+    """x + a learned vector for each position. State: tokens so far in each row."""
 
     def __init__(self, n_embd: int, max_len: int) -> None:
         super().__init__()
@@ -98,21 +103,22 @@ class LearnedPosition(nn.Module):
     def forward(
         self, x: Tensor, state: tuple[int, ...] | None = None, starts: Tensor | None = None
     ) -> tuple[Tensor, None, tuple[int, ...]]:
-        """Raises ValueError if a sequence, including earlier tokens, has more tokens than positions."""
-        T, limit = x.shape[1], self.max_len
-        lengths = tuple(n + T for n in state or (0,) * len(x))
-        if max(lengths) > limit:
-            raise ValueError(
-                f"{max(lengths)} tokens are more than the model's {limit} learned positions: use a shorter sequence"
-            )
+        """Raises ValueError if a text has more tokens than positions."""
+        T = x.shape[1]
+        if state is None:
+            state = (0,) * len(x)
+        lengths = tuple(n + T for n in state)
+        longest = max(lengths)
+        if longest > self.max_len:
+            what = f"{longest} tokens are more than the model's {self.max_len} learned positions"
+            raise ValueError(f"{what}: use a shorter sequence")
         if starts is not None:
-            return x + self.embed(document_positions(starts)), None, lengths
-        if len(set(lengths)) == 1 and isinstance(
-            self.embed, Embedding
-        ):  # not an adapter that replaces it
-            # A slice has a faster backward pass than an index.
-            return x + self.embed.weight[lengths[0] - T : lengths[0]], None, lengths
-        return x + self.embed(last_positions(lengths, T, x.device)), None, lengths
+            embedded = self.embed(document_positions(starts))
+        elif min(lengths) == longest and isinstance(self.embed, Embedding):  # not an adapter
+            embedded = self.embed.weight[longest - T : longest]  # faster than by an index
+        else:
+            embedded = self.embed(last_positions(lengths, T, x.device))
+        return x + embedded, None, lengths
 
 
 class RotaryPosition(nn.Module):
@@ -123,26 +129,27 @@ class RotaryPosition(nn.Module):
 
     def __init__(self, head_dim: int, base: float) -> None:
         super().__init__()
-        self.head_dim, self.base = head_dim, base
+        self.head_dim = head_dim
+        self.base = base
 
     def forward(
         self, x: Tensor, state: Tensor | None = None, starts: Tensor | None = None
     ) -> tuple[Tensor, Rotation, Tensor]:
         dtype = accumulation_dtype(x)
-        wide = (
-            dtype if state is None else torch.float64
-        )  # with a state, positions grow without limit
-        pair = torch.arange(0, self.head_dim, 2, dtype=wide, device=x.device)
-        t = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
-        position = t if starts is None else document_positions(starts)
+        # With a state, positions grow without limit.
+        wide = dtype if state is None else torch.float64
+        if starts is None:
+            position = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+        else:
+            position = document_positions(starts)
         if state is not None:
             before = state.unsqueeze(1)  # (B, 1)
-            position = position + (
-                before if starts is None else before.where(starts.cumsum(1) == 0, 0)
-            )
-        angle = position.to(wide).unsqueeze(-1) * self.base ** (
-            -pair / self.head_dim
-        )  # (B or 1, T, head_dim / 2)
+            if starts is not None:
+                before = before.where(starts.cumsum(1) == 0, 0)
+            position = position + before
+        pair = torch.arange(0, self.head_dim, 2, dtype=wide, device=x.device)
+        speed = self.base ** (-pair / self.head_dim)
+        angle = position.to(wide).unsqueeze(-1) * speed  # (B or 1, T, head_dim / 2)
         after = (position[:, -1] + 1).expand(len(x))
         return x, Rotation(angle.cos().to(dtype), angle.sin().to(dtype)), after
 
@@ -163,7 +170,7 @@ class NoPosition(nn.Module):
 
 
 class LogRecurrenceConfig(Settings):
-    """A log-space recurrence over the tokens is added to them, as in the published model. No limit of length."""
+    """The published model adds a log-space recurrence over the tokens. No limit of length."""
 
     name: Literal["log_recurrence"]
 

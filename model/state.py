@@ -1,7 +1,9 @@
-"""States as trees: combine the rows of several, select rows of one, name their tensors, or tell their size.
+"""States as trees: combine the rows of several, select rows of one, name their tensors, or tell
+their size.
 
-A state is a tree of tuples. Its leaves are tensors whose first dimension is the batch, tuples with an int for each row,
-None, and what is not part of the value. A mechanism whose state has this form needs no batching code.
+A state is a tree of tuples. Its leaves are tensors whose first dimension is the batch, tuples with
+an int for each row, None, and what is not part of the value. A mechanism whose state has this form
+needs no batching code.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +32,8 @@ def _per_row(x: Any) -> bool:
 def cat_states(states: Sequence[Any]) -> Any:
     """Combine the rows of all states, in order. Their texts can have different lengths.
 
-    Cache tensors (B, H, S, D) with different S get zeros in front, because all rows of a cache end together.
+    Cache tensors (B, H, S, D) with different S get zeros in front, because all rows of a cache end
+    together.
 
     Raises:
         ValueError: there are no states, or they are of different kinds.
@@ -42,12 +45,13 @@ def cat_states(states: Sequence[Any]) -> Any:
 
 def _cat(*leaves: Any) -> Any:
     if all(isinstance(x, Tensor) for x in leaves):
-        if len({x.shape[1:] for x in leaves}) > 1:
-            longest = max(x.shape[2] for x in leaves)
-            leaves = tuple(
-                pad(x, (0, 0) * (x.dim() - 3) + (longest - x.shape[2], 0)) for x in leaves
-            )
-        return torch.cat(leaves)
+        if len({x.shape[1:] for x in leaves}) == 1:
+            return torch.cat(leaves)
+        longest = max(x.shape[2] for x in leaves)
+        padded = []
+        for x in leaves:
+            padded.append(pad(x, (0, 0) * (x.dim() - 3) + (longest - x.shape[2], 0)))
+        return torch.cat(padded)
     if all(isinstance(x, tuple) for x in leaves):
         return sum(leaves, ())
     if not any(isinstance(x, Tensor | tuple) for x in leaves):
@@ -73,7 +77,8 @@ def _name(path: KeyPath) -> str:
 
 
 def tensors_of(state: Any) -> dict[str, Tensor]:
-    """The tensors of a state, and the ints of its rows as int64 (B,), named by their paths in it: layers.0.log_s."""
+    """The tensors of a state, and the ints of its rows as int64 (B,), named by their paths in it:
+    layers.0.log_s."""
     tensors = {}
     for path, x in tree_flatten_with_path(state, is_leaf=_per_row)[0]:
         if isinstance(x, Tensor):
@@ -84,12 +89,14 @@ def tensors_of(state: Any) -> dict[str, Tensor]:
 
 
 def restored(like: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return a state of the same structure as `like` whose tensors are those of `tensors`, by name."""
+    """Return a state of the structure of `like` with `tensors`, by name."""
 
     def value(path: KeyPath, x: Any) -> Any:
         if isinstance(x, Tensor):
             return tensors[_name(path)]
-        return tuple(tensors[_name(path)].tolist()) if isinstance(x, tuple) else None
+        if isinstance(x, tuple):
+            return tuple(tensors[_name(path)].tolist())
+        return None
 
     return tree_map_with_path(value, like, is_leaf=_per_row)
 
@@ -99,30 +106,31 @@ def state_bytes(state: Any) -> int:
     return sum(x.nbytes for x in tree_leaves(state) if isinstance(x, Tensor))
 
 
-def stretched(gpt: nn.Module, state: Any, n: int) -> Any:
-    """Return a state of the size after n tokens. Keys and values share memory until a token is appended."""
-    sparse = (module.patterns for module in gpt.modules() if isinstance(module, SparseAttention))
+def lengthened(gpt: nn.Module, state: Any, n: int) -> Any:
+    """Return a state of the size after n tokens. Keys and values share memory."""
+    patterns = [module.patterns for module in gpt.modules() if isinstance(module, SparseAttention)]
+    patterns.reverse()  # to be popped in the order of the layers
 
-    def stretch(x: Any) -> Any:
+    def lengthen(x: Any) -> Any:
         if isinstance(x, KVCache):
-            return KVCache(
-                repeated_columns(x.k, n), repeated_columns(x.v, n), (n,) * len(x.lengths)
-            )
+            lengths = (n,) * len(x.lengths)
+            return KVCache(repeated_columns(x.k, n), repeated_columns(x.v, n), lengths)
         if isinstance(x, SparseCache):
+            lengths = (n,) * len(x.lengths)
             j = torch.arange(n, device=x.k.device)
-            kept = j[needed_keys(next(sparse), j, torch.tensor(n, device=j.device))]
-            place = (1 + kept).to(torch.int32).expand(len(x.lengths), 1, -1)
-            k, v = (repeated_columns(y, len(kept)) for y in (x.k, x.v))
-            return SparseCache(k, v, place, (n,) * len(x.lengths))
+            j = j[needed_keys(patterns.pop(), j, torch.tensor(n, device=j.device))]
+            place = (1 + j).to(torch.int32).expand(len(lengths), 1, -1)
+            k = repeated_columns(x.k, len(j))
+            return SparseCache(k, repeated_columns(x.v, len(j)), place, lengths)
         return (n,) * len(x) if isinstance(x, tuple) else x
+
+    def is_leaf(x: Any) -> bool:
+        return isinstance(x, KVCache | SparseCache) or _per_row(x)
 
     position = state.position
     if isinstance(position, Tensor) and not position.is_floating_point():  # counts of tokens
         position = torch.full_like(position, n)
-    state = state._replace(position=position)
-    return tree_map(
-        stretch, state, is_leaf=lambda x: isinstance(x, KVCache | SparseCache) or _per_row(x)
-    )
+    return tree_map(lengthen, state._replace(position=position), is_leaf=is_leaf)
 
 
 def repeated_columns(x: Tensor, n: int) -> Tensor:

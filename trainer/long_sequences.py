@@ -15,6 +15,7 @@ and L layers, this takes (L + n - 1) / L times as long as if no process ever wai
 """
 
 import ctypes
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from model.gpt import GPT, GPTState
+from model.gpt import GPTState
 from model.state import restored, tensors_of
 from trainer.distributed import SequenceGroup, World
 from trainer.runtime import Runtime
@@ -103,12 +104,13 @@ def _floats(state: Any) -> list[Tensor]:
     return [x for x in tree_leaves(state) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
-def share_sequences(gpt: GPT, group: SequenceGroup) -> None:
-    """Let a model's modules take their states from the process before, and pass them to the next.
+def share_sequences(group: SequenceGroup) -> Callable[..., Any]:
+    """Return the `call_layer` of GPT.features with which a process takes each module's state from
+    the process before, and passes it to the next.
 
     Only where gradients are computed: in evaluation, every process computes whole sequences.
     """
-    gpt.call = partial(_call_in_group, group)
+    return partial(_call_in_group, group)
 
 
 def _call_in_group(

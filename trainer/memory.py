@@ -107,7 +107,9 @@ def step_memory(
 
     most = linear_cross_entropy.CHUNK[runtime.device.type] // narrow
     logits = V * min(n_tokens, max(1, most // V))
-    in_float32 = 3 * min(logits, most // linear_cross_entropy.PARTS[runtime.device.type]) * wide
+    in_float32 = (
+        3 * min(logits, most // linear_cross_entropy.ROW_CHUNKS[runtime.device.type]) * wide
+    )
     # The weight, and its gradient, in the type of products.
     loss = logits * narrow + copy + max(copy, in_float32)
     # Gradients, input and product.

@@ -14,7 +14,7 @@ from common.settings import JsonDict, UserError
 from data.loader import EvalBatches, TrainBatches
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
-from model.gpt import GPT
+from model.gpt import GPT, call_layer
 from trainer.average import Average
 from trainer.checkpoint import Checkpoint, find_checkpoint, restore, retain
 from trainer.config import TrainConfig
@@ -209,9 +209,7 @@ def build_model(
     with torch.device("meta") if fsdp else contextlib.nullcontext():
         gpt = GPT(config.model, eot_id).to(runtime.param_dtype)
     gpt.recompute = config.runtime.recompute
-    if group.size > 1:
-        share_sequences(gpt, group)
-    summed_loss = SummedLoss(gpt)
+    summed_loss = SummedLoss(gpt, share_sequences(group) if group.size > 1 else call_layer)
     compile_blocks(gpt, compiles(config.runtime, runtime))
     wrapped = world.wrap(summed_loss, fsdp, runtime.dtype)
     if fsdp:
@@ -225,8 +223,7 @@ def build_model(
 def prove(run: Run) -> None:
     """Run the model in the fastest form whose gradient is right on this GPU, as proof.py finds it.
 
-    Processes that share parameters or sequences cannot compute a gradient each. There, the main
-    process proves a model of two blocks.
+    With fsdp, a process has no gradient of its own: the main process proves a model of two blocks.
     """
     config, world, gpt = run.config, run.world, run.gpt
     options: JsonDict = {
@@ -242,8 +239,9 @@ def prove(run: Run) -> None:
         return
     first = run.group.index * config.batch_size // run.group.count
     arrays = run.batches.batch(run.state.step, first, first + run.micro_batch)
-    token_ids, targets = map(torch.from_numpy, arrays)
-    if config.runtime.strategy == "ddp" and run.group.size == 1:
+    length = config.seq_len // run.group.size
+    token_ids, targets = [torch.from_numpy(ids[:, :length]) for ids in arrays]
+    if config.runtime.strategy == "ddp":
         form = prove_gradients(gpt, token_ids, targets, run.runtime, world, options["compile"])
     else:
         proved = None

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from model.gpt import GPT, GPTState
+from model.gpt import GPT, GPTState, call_layer
 from model.ops.log_attention.exact import recomputed_tiles
 from trainer.distributed import World
 from trainer.long_sequences import backward_in_chunks
@@ -23,9 +23,11 @@ the CPU, in pinned memory if a GPU trains: counting targets on the GPU would wai
 class SummedLoss(nn.Module):
     """The loss as a module, so that DDP and torch.compile see one forward pass from ids to loss."""
 
-    def __init__(self, gpt: GPT) -> None:
+    def __init__(self, gpt: GPT, call_layer: Callable[..., Any] = call_layer) -> None:
+        """`call_layer` is that of GPT.features."""
         super().__init__()
         self.gpt = gpt
+        self.call_layer = call_layer
 
     def forward(
         self,
@@ -35,7 +37,7 @@ class SummedLoss(nn.Module):
         return_state: bool = False,
     ) -> Any:
         """(B, T) ids and targets -> summed loss in nats, and the state after it if asked for."""
-        return self.gpt.summed_loss(token_ids, targets, state, return_state)
+        return self.gpt.summed_loss(token_ids, targets, state, return_state, self.call_layer)
 
 
 class StepResult(NamedTuple):

@@ -22,49 +22,69 @@ _GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "sigmoid": sigmoid,
 }
-_SPANS = (
-    1.5,
-    500.0,
-)  # tokens after which the first and the last head keep 1 / e, at the start of training
+# Tokens after which the first and the last head keep 1 / e, at the start of training.
+_HORIZONS = (1.5, 500.0)
 
 
 class AttentionSettings(Settings, defaults="attention_parts"):
-    """Base of the mechanisms' configurations, with the parts that any mechanism can have."""
+    """Base of the mechanisms' configurations, with the options that any mechanism can have."""
 
     constant_state: ClassVar[bool] = False
     """Whether the state has one size, whatever the number of tokens."""
+    has_empty_state: ClassVar[bool] = True
+    """Whether a state of constant size has that size before the first token, too."""
     suits_rotary: ClassVar[bool] = True
     """Whether rotary positions can be used with it."""
     conv: Literal[0, 4]
     """Width of a causal convolution over each feature of queries, keys and values; 0: none."""
     qk_norm: bool
-    """Whether queries and keys are divided by their root mean square, with a learned factor for each feature."""
+    """Whether queries and keys are RMS-normalised, with a learned factor for each feature."""
     gate: Literal["none", "silu", "sigmoid"]
-    """Function of a linear layer's output by which the result is multiplied, before it is projected back."""
+    """Function of a linear layer's output that multiplies the result before the last projection."""
 
     mechanism: ClassVar[Callable[..., "Attention"]]
-    """(self, n_embd, n_head, head_dim) -> the module without its optional parts."""
+    """(self, n_embd, n_head, head_dim) -> the module without its options."""
+
+    @property
+    def forgets(self) -> bool:
+        """Whether the module has gates that forget earlier tokens."""
+        return False
 
     def build(self, n_embd: int, n_head: int, head_dim: int) -> "Attention":
         """Create the module."""
         attention = self.mechanism(n_embd, n_head, head_dim)
-        attention.add_parts(self)
+        attention.add_options(self)
         return attention
 
-    def check(self, n_head: int, head_dim: int) -> None:
-        """Raise a ValueError of one line if the mechanism does not fit heads of these sizes."""
+    def check(self, n_head: int, head_dim: int, max_len: int | None) -> None:
+        """Raise a ValueError of one line if the mechanism does not fit the model.
+
+        Args:
+            max_len: most tokens of a text; None: no limit.
+        """
 
     def check_documents(self) -> None:
         """Raise a ValueError of one line if the mechanism cannot keep documents apart."""
 
 
-class GroupedSettings(AttentionSettings):
+class ForgettingSettings(AttentionSettings):
+    """Settings of mechanisms that can forget earlier tokens."""
+
+    decay: Literal["none", "head"]
+    """What each token makes a head forget of earlier ones: nothing, or a share."""
+
+    @property
+    def forgets(self) -> bool:
+        return self.decay != "none"
+
+
+class SharedHeadSettings(AttentionSettings):
     """Settings of mechanisms whose query heads can share key and value heads."""
 
     n_kv_head: int | None = Field(ge=1)
-    """Key and value heads, a divisor of n_head; null: n_head, one for each query head; 1: one for all."""
+    """Key and value heads, a divisor of n_head; null: n_head; 1: one for all query heads."""
 
-    def check(self, n_head: int, head_dim: int) -> None:
+    def check(self, n_head: int, head_dim: int, max_len: int | None) -> None:
         """Raise ValueError if the query heads cannot share their key and value heads evenly."""
         if self.n_kv_head is not None and n_head % self.n_kv_head:
             divisors = ", ".join(str(n) for n in range(1, n_head + 1) if n_head % n == 0)
@@ -77,13 +97,15 @@ class Forgetting(NamedTuple):
     """What a token no longer sees of the tokens before it."""
 
     log_f: Tensor | None = None
-    """(B, n_head, T, 1): logarithm of the share that a head keeps at a token; -inf: nothing. None: all."""
+    """(B, n_head, T, 1): logarithm of the share that a head keeps at a token; -inf: nothing. None:
+    all."""
     document_starts: Tensor | None = None
-    """That of Positions, for mechanisms without `resets`."""
+    """(B, T), bool: where documents start; None if `log_f` already encodes it."""
 
 
 class Decay(nn.Module):
-    """Gates of tokens x (B, T, n_embd): log_f = log sigmoid(bias + linear(x)), (B, n_head, T, 1) (Lin et al. 2025)."""
+    """Gates of tokens x (B, T, n_embd): log_f = log sigmoid(bias + linear(x)), (B, n_head, T, 1)
+    (Lin et al. 2025)."""
 
     def __init__(self, n_embd: int, n_head: int) -> None:
         super().__init__()
@@ -93,66 +115,74 @@ class Decay(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Spread the heads' spans."""
-        first, last = map(math.log, _SPANS)
-        spans = torch.linspace(first, last, len(self.bias)).exp()
-        self.bias.copy_(torch.logit((-1 / spans).exp()))
+        """Spread the heads' horizons."""
+        first, last = _HORIZONS
+        horizons = torch.linspace(math.log(first), math.log(last), len(self.bias)).exp()
+        self.bias.copy_(torch.logit((-1 / horizons).exp()))
 
     def forward(self, x: Tensor) -> Tensor:
         return logsigmoid(self.bias + self.to_gates(x)).mT.unsqueeze(-1)
 
 
 class Attention(nn.Module):
-    """Mixes tokens. Owns the projections to queries, keys and values; the block projects the result back.
+    """Mixes tokens. Owns the projections to queries, keys and values; the block projects the result
+    back.
 
-    A mechanism implements `split`, `attend` and `naive_attend`. Mechanisms that rotate more than queries and keys
-    override `mix` or `join`. The optional parts are the same for all mechanisms.
+    A mechanism implements `split`, `attend` and `naive_attend`. Mechanisms that rotate more than
+    queries and keys override `mix` or `join`. The options are the same for all mechanisms.
     """
 
     split: Callable[[Tensor], Sequence[Tensor]]
     """(B, T, n_qkv) -> q, k, v (B, heads, T, features); without v, keys are the values too."""
     attend: Callable[[Tensor, Tensor, Tensor, Forgetting, Any, bool], tuple[Tensor, Any]]
-    """(q, k, v, forgetting, state, return_state) -> results (B, n_head, T, features), and the state if it is wanted."""
+    """(q, k, v, forgetting, state, return_state) -> results (B, n_head, T, features), and the state
+    if it is wanted."""
     naive_attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     """(q, k, v, log_f) -> results of a text from its beginning, from the equation in the source."""
     empty: Callable[[int, torch.device], Any]
-    """(B, device) -> what `attend` takes as the state of B texts before their first tokens, if it has one size."""
+    """(B, device) -> what `attend` takes as the state of B texts before their first tokens, if it
+    has one size."""
     flops_per_token: Callable[[int], int]
-    """seq_len -> floating-point operations of the forward pass per token, without the projections."""
+    """seq_len -> flops of the forward pass per token, without the projections."""
     resets = False
     """Whether log_f = -inf makes a token the first of a document."""
     by_distance = False
-    """Whether `attend` takes document_starts together with a state, because what a token sees depends on distances."""
+    """Whether `attend` takes document_starts together with a state, because what a token sees
+    depends on distances."""
 
     def __init__(
-        self, n_embd: int, n_head: int, n_out: int, parts: Sequence[int], n_group: int = 1
+        self, n_embd: int, n_head: int, n_out: int, sizes: Sequence[int], n_repeat: int = 1
     ) -> None:
         """Create the projection.
 
         Args:
             n_out: features returned for all heads.
-            parts: features of queries, keys and values, which follow each other in each of `n_group` equal groups.
+            sizes: features of queries, keys and values, which follow each other `n_repeat` times.
         """
         super().__init__()
-        self.n_head, self.n_out = n_head, n_out
-        self.qkv = FusedLinear(n_embd, parts, n_group)
+        self.n_head = n_head
+        self.n_out = n_out
+        self.query_dim = sizes[0] * n_repeat // n_head
+        self.qkv = FusedLinear(n_embd, sizes, n_repeat)
+        self.conv: nn.Parameter | None = None
+        self.q_scale: nn.Parameter | None = None
+        self.k_scale: nn.Parameter | None = None
+        self.gate: Linear | None = None
+        self.decay: Decay | None = None
 
-    def add_parts(self, settings: AttentionSettings) -> None:
-        """Create the optional parts, which come after those of the mechanism."""
-        n_embd, n_qkv, decay = (
-            self.qkv.in_features,
-            self.qkv.out_features,
-            getattr(settings, "decay", "none"),
-        )
-        self.conv = nn.Parameter(torch.empty(settings.conv * n_qkv)) if settings.conv else None
-        query_dim = self.qkv.parts[0] * self.qkv.n_group // self.n_head
-        scales = (
-            nn.Parameter(torch.empty(query_dim)) if settings.qk_norm else None for _ in range(2)
-        )
-        self.q_scale, self.k_scale = scales
-        self.gate = Linear(n_embd, self.n_out) if settings.gate != "none" else None
-        self.gate_function = _GATES[settings.gate]
-        self.decay = Decay(n_embd, self.n_head) if decay != "none" else None
+    def add_options(self, settings: AttentionSettings) -> None:
+        """Create the modules and weights of options, which come after those of the mechanism."""
+        n_embd = self.qkv.in_features
+        if settings.conv:
+            self.conv = nn.Parameter(torch.empty(settings.conv * self.qkv.out_features))
+        if settings.qk_norm:
+            self.q_scale = nn.Parameter(torch.empty(self.query_dim))
+            self.k_scale = nn.Parameter(torch.empty(self.query_dim))
+        if settings.gate != "none":
+            self.gate = Linear(n_embd, self.n_out)
+            self.gate_function = _GATES[settings.gate]
+        if settings.forgets:
+            self.decay = Decay(n_embd, self.n_head)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -164,7 +194,7 @@ class Attention(nn.Module):
                 nn.init.ones_(scale)
 
     def copy_weights(self) -> None:
-        """Make weights equal that start as copies of others; called whenever weights have been drawn."""
+        """Copy weights that start as copies; called whenever weights have been drawn."""
 
     def forward(
         self,
@@ -173,26 +203,35 @@ class Attention(nn.Module):
         state: Any = None,
         return_state: bool = False,
     ) -> tuple[Tensor, Any]:
-        """(B, T, n_embd) -> (B, T, n_out), and with `return_state` the state for the tokens that follow, else None.
+        """(B, T, n_embd) -> (B, T, n_out), and with `return_state` the state for the tokens that
+        follow, else None.
 
-        `state` is what an earlier call returned for the tokens before these. A state is a value: the call does not
-        change it, and model/state.py batches the rows of several states.
+        `state` is what an earlier call returned for the tokens before these. A state is a value:
+        the call does not change it, and model/state.py batches the rows of several states.
 
         Raises:
-            ValueError: documents start, and there is a state, or one is wanted, and the mechanism cannot do that.
+            ValueError: documents start, and there is a state, or one is wanted, and the mechanism
+                cannot do that.
         """
-        starts, has_state = positions.document_starts, return_state or state is not None
-        if starts is not None and has_state and not (self.resets or self.by_distance):
+        starts = positions.document_starts
+        has_state = return_state or state is not None
+        restarts = self.resets or self.by_distance
+        if starts is not None and has_state and not restarts:
             raise ValueError(
                 "document_starts cannot be used with a state: pass each document by itself"
             )
-        seen, state = state if self.conv is not None and state is not None else (None, state)
-        features, seen = self.features(x, seen, starts)
+        conv_inputs = None
+        if self.conv is not None and state is not None:
+            conv_inputs, state = state
+        features, conv_inputs = self.features(x, conv_inputs, starts)
         y, state = self.mix(x, features, positions, state, return_state)
-        y = y if self.gate is None else y * self.gate_function(self.gate(x))
+        if self.gate is not None:
+            y = y * self.gate_function(self.gate(x))
         if not return_state:
             return y, None
-        return y, state if self.conv is None else (seen, state)
+        if self.conv is not None:
+            state = (conv_inputs, state)
+        return y, state
 
     def initial_state(self, B: int, device: torch.device) -> Any:
         """The state of B texts before their first tokens, of the size that it always has."""
@@ -201,37 +240,42 @@ class Attention(nn.Module):
         return no_inputs(self.conv, B, self.qkv.out_features), self.empty(B, device)
 
     def features(
-        self, x: Tensor, seen: Tensor | None = None, starts: Tensor | None = None
+        self, x: Tensor, conv_inputs: Tensor | None = None, starts: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """(B, T, n_embd) -> queries, keys and values (B, T, n_qkv), and what the convolution needs for later tokens."""
-        return causal_conv(self.qkv(x), self.conv, seen, starts)
+        """(B, T, n_embd) -> queries, keys and values (B, T, n_qkv), and what the convolution needs
+        for later tokens."""
+        return causal_conv(self.qkv(x), self.conv, conv_inputs, starts)
 
     def mix(
         self, x: Tensor, features: Tensor, positions: Positions, state: Any, return_state: bool
     ) -> tuple[Tensor, Any]:
-        """Attend with queries, keys and values `features` (B, T, n_qkv) of tokens x: (B, T, n_out), and the state."""
+        """Attend with queries, keys and values `features` (B, T, n_qkv) of tokens x: (B, T, n_out),
+        and the state."""
         forgetting = self.forgetting(x, positions.document_starts)
-        y, state = self.attend(
-            *self.project(features, positions.rotation), forgetting, state, return_state
-        )
+        q, k, v = self.project(features, positions.rotation)
+        y, state = self.attend(q, k, v, forgetting, state, return_state)
         return self.join(y, positions.rotation), state
 
     def forgetting(self, x: Tensor, starts: Tensor | None = None) -> Forgetting:
-        """What tokens x (B, T, n_embd) forget; mechanisms that reset forget everything where a document starts."""
+        """What tokens x (B, T, n_embd) forget; mechanisms that reset forget everything where a
+        document starts."""
         log_f = None if self.decay is None else self.decay(x)
         if starts is None or not self.resets:
             return Forgetting(log_f, starts)
-        log_f = x.new_zeros(len(x), self.n_head, x.shape[1], 1) if log_f is None else log_f
+        if log_f is None:
+            log_f = x.new_zeros(len(x), self.n_head, x.shape[1], 1)
         return Forgetting(log_f.masked_fill(starts[:, None, :, None], -torch.inf))
 
     def project(self, features: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, n_qkv) -> q, k, v (B, heads, T, features), with q and k normalised and rotated."""
-        q, k, *own = self.split(features)
+        q, k, *values = self.split(features)
         if self.q_scale is not None and self.k_scale is not None:
-            q, k = (_rms_norm(x, scale) for x, scale in ((q, self.q_scale), (k, self.k_scale)))
+            q = _rms_norm(q, self.q_scale)
+            k = _rms_norm(k, self.k_scale)
         if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
-        return q, k, own[0] if own else k
+            q = rotate(q, rotation)
+            k = rotate(k, rotation)
+        return q, k, values[0] if values else k
 
     def join(self, y: Tensor, rotation: Rotation | None) -> Tensor:
         """(B, n_head, T, features) -> (B, T, n_out)."""
@@ -242,16 +286,19 @@ class Attention(nn.Module):
         return torch.ones(1, T, T, dtype=torch.bool, device=self.qkv.weight.device).tril()
 
     def chunked_flops(self, seq_len: int, d_key: int, d_val: int) -> int:
-        """flops_per_token in chunks of C: C x C scores, their product with the values, the state read and written."""
+        """flops_per_token in chunks of C: C x C scores, their product with the values, the state
+        read and written."""
         C = min(CHUNK, seq_len)
         return 2 * self.n_head * (C * d_key + C * d_val + 2 * d_key * d_val)
 
 
 class MultiHeadAttention(Attention):
-    """Attention with n_head query heads over n_kv_head key and value heads, all of `head_dim` features.
+    """Attention with n_head query heads over n_kv_head key and value heads, all of `head_dim`
+    features.
 
-    With n_kv_head = n_head this is multi-head attention (Vaswani et al. 2017), with 1 multi-query (Shazeer 2019), and
-    in between grouped-query: query head h uses key and value head h // (n_head / n_kv_head) (Ainslie et al. 2023).
+    With n_kv_head = n_head this is multi-head attention (Vaswani et al. 2017), with 1 multi-query
+    (Shazeer 2019), and in between grouped-query: query head h uses key and value head h // (n_head
+    / n_kv_head) (Ainslie et al. 2023).
     """
 
     def __init__(
@@ -260,23 +307,23 @@ class MultiHeadAttention(Attention):
         n_head: int,
         head_dim: int,
         n_kv_head: int | None = None,
-        own_values: bool = True,
+        has_values: bool = True,
     ) -> None:
-        """`own_values=False`: keys are the values too."""
+        """`has_values=False`: keys are the values too."""
         n_kv_head = n_kv_head or n_head
-        heads = [n_head, n_kv_head, n_kv_head] if own_values else [n_head, n_kv_head]
-        super().__init__(n_embd, n_head, n_head * head_dim, [n * head_dim for n in heads])
-        self.n_kv_head, self.head_dim, self.own_values, self._heads = (
-            n_kv_head,
-            head_dim,
-            own_values,
-            heads,
-        )
+        n_heads = [n_head, n_kv_head]
+        if has_values:
+            n_heads.append(n_kv_head)
+        super().__init__(n_embd, n_head, n_head * head_dim, [n * head_dim for n in n_heads])
+        self.n_kv_head = n_kv_head
+        self.head_dim = head_dim
+        self.has_values = has_values
+        self._n_heads = n_heads
 
     def split(self, features: Tensor) -> Sequence[Tensor]:
         """(B, T, n_qkv) -> q (B, n_head, T, head_dim), k and v (B, n_kv_head, T, head_dim)."""
-        parts = features.unflatten(2, (-1, self.head_dim)).split(self._heads, dim=2)
-        return [part.transpose(1, 2) for part in parts]
+        heads = features.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+        return heads.split(self._n_heads, dim=1)
 
     def repeated(self, x: Tensor) -> Tensor:
         """(B, n_kv_head, T, D) -> (B, n_head, T, D): the key or value head of each query head."""
@@ -286,10 +333,12 @@ class MultiHeadAttention(Attention):
         return masked_attention(q, k, v, self.mask(q.shape[2]), log_f)
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Scores and their product with the values. On average a causal token attends to half of the sequence."""
+        """Scores and their product with the values. On average a causal token attends to half of
+        the sequence."""
         return 2 * self.n_head * seq_len * self.head_dim
 
 
 def _rms_norm(x: Tensor, scale: Tensor) -> Tensor:
-    """x (..., D) divided by its root mean square and multiplied by `scale`, in the type of x also under autocast."""
+    """x (..., D) divided by its root mean square and multiplied by `scale`, in the type of x also
+    under autocast."""
     return (rms_norm(x, x.shape[-1:], eps=_EPS) * scale).to(x.dtype)

@@ -1,11 +1,12 @@
 """Keys and values of earlier tokens, for mechanisms that attend to all or some of them.
 
-A cache is a value. It is a view into a buffer with room behind it, where the next tokens are written, so a decoding
-step usually copies only the new token. The buffer records how far it has been written: continuing the same cache a
-second time makes a copy, and no tokens are overwritten.
+A cache is a value. It is a view into a buffer with room behind it, where the next tokens are
+written, so a decoding step usually copies only the new token. The buffer records how far it has
+been written: continuing the same cache a second time makes a copy, and no tokens are overwritten.
 
-All rows of a batch end in the last column, which holds each row's latest token, no matter how many tokens came before.
-So all rows are written in the same place. A row with fewer tokens than columns has zeros in front, which are masked.
+All rows of a batch end in the last column, which holds each row's latest token, no matter how many
+tokens came before. So all rows are written in the same place. A row with fewer tokens than columns
+has zeros in front, which are masked.
 """
 
 from collections.abc import Sequence
@@ -20,9 +21,8 @@ from model.ops.sparse_attention.patterns import CAUSAL, Pattern, needed_keys, re
 from model.position import last_positions
 
 _SMALLEST_ROOM = 64  # columns of a new buffer
-_PRUNE_EVERY = (
-    64  # tokens: dropping columns copies the others, which costs about as much as attending to them
-)
+# Tokens: dropping columns copies the rest, which costs about as much as attending to them.
+_PRUNE_EVERY = 64
 
 
 class KVCache(NamedTuple):
@@ -47,22 +47,24 @@ class KVCache(NamedTuple):
         """Add T tokens with keys (B, H, T, D) and values (B, H, T, E).
 
         Returns:
-            The new cache; its keys (B, H, S + T, D) and values; and a bool mask (B or 1, 1, T, S + T) of the keys that
-            the T new tokens may attend to, or None if these are all.
+            The new cache; its keys (B, H, S + T, D) and values; and a bool mask (B or 1, 1, T, S +
+            T) of the keys that the T new tokens may attend to, or None if these are all.
         """
-        T, lengths = k.shape[2], tuple(n + k.shape[2] for n in self.lengths)
-        unused = self.k.shape[2] - max(
-            self.lengths
-        )  # columns of longer texts whose rows were removed
+        T = k.shape[2]
+        lengths = tuple(n + T for n in self.lengths)
+        # Columns in front may belong to longer texts whose rows were removed.
+        columns = slice(self.k.shape[2] - max(self.lengths), None)
         k_all, v_all, buffer = _extend(
-            self.k[:, :, unused:], self.v[:, :, unused:], self.buffer, k, v
+            self.k[:, :, columns], self.v[:, :, columns], self.buffer, k, v
         )
-        after, S = KVCache(k_all, v_all, lengths, buffer), k_all.shape[2]
+        after = KVCache(k_all, v_all, lengths, buffer)
+        S = k_all.shape[2]
         if T == 1 and min(lengths) == S:
             return after, k_all, v_all, None
         key = last_positions(lengths, S, k.device).unsqueeze(1)  # (B or 1, 1, S)
         query = last_positions(lengths, T, k.device).unsqueeze(2)  # (B or 1, T, 1)
-        return after, k_all, v_all, ((key >= 0) & (key <= query)).unsqueeze(1)
+        mask = (key >= 0) & (key <= query)
+        return after, k_all, v_all, mask.unsqueeze(1)
 
 
 def attend_to_all(
@@ -83,11 +85,14 @@ def attend_to_all(
     Returns:
         The result, and the cache after the T tokens, if it is wanted or if there was one.
     """
-    if cache is None:
-        after, mask = KVCache.of(k, v) if return_state else None, None
-    else:
+    after = None
+    mask = None
+    if cache is not None:
         after, k, v, mask = cache.append(k, v)
-    v = v if v.shape[3] else k
+    elif return_state:
+        after = KVCache.of(k, v)
+    if v.shape[3] == 0:
+        v = k
     if starts is not None:
         return document_attention(q, k, v, [CAUSAL], starts, scale), after
     gqa = k.shape[1] < q.shape[1]
@@ -100,8 +105,8 @@ def attend_to_all(
 class SparseCache(NamedTuple):
     """Keys and values that later tokens can still attend to by the patterns of their heads.
 
-    For patterns of limited reach, such as windows, these are the last columns. For others, columns that no later token
-    can attend to are dropped every 64 tokens.
+    For patterns of limited reach, such as windows, these are the last columns. For others, columns
+    that no later token can attend to are dropped every 64 tokens.
     """
 
     k: Tensor
@@ -109,7 +114,7 @@ class SparseCache(NamedTuple):
     v: Tensor
     """(B, H, S, E)."""
     place: Tensor
-    """(B, 1, S), int32: the number of each column's token in its text, counted from 1; 0: no token."""
+    """(B, 1, S), int32: each column's token in its text, counted from 1; 0: no token."""
     lengths: tuple[int, ...]
     """Tokens seen, for each row, including dropped ones."""
     buffer: "_Buffer | None" = None
@@ -132,10 +137,12 @@ class SparseCache(NamedTuple):
         dtype: torch.dtype,
         device: torch.device,
     ) -> "SparseCache":
-        """Return the cache before the first token, with all columns that patterns of limited reach ever need."""
+        """Return the cache before the first token, with all columns that patterns of limited reach
+        ever need."""
         S = reach_of(patterns) or 0
-        k, v = (torch.zeros(B, H, S, D, dtype=dtype, device=device) for _ in range(2))
-        return cls(k, v, torch.zeros(B, 1, S, dtype=torch.int32, device=device), (0,) * B)
+        k = torch.zeros(B, H, S, D, dtype=dtype, device=device)
+        place = torch.zeros(B, 1, S, dtype=torch.int32, device=device)
+        return cls(k, k.clone(), place, (0,) * B)
 
     def append(
         self, k: Tensor, v: Tensor, patterns: Sequence[Pattern]
@@ -143,42 +150,52 @@ class SparseCache(NamedTuple):
         """Add T tokens with keys (B, H, T, D) and values (B, H, T, E).
 
         Returns:
-            The new cache; keys (B, H, S, D) and values that include all that the T tokens may attend to; the positions
-            of these columns in their texts, (B, S), negative for columns without a token.
+            The new cache; keys (B, H, S, D) and values that include all that the T tokens may
+            attend to; the positions of these columns in their texts, (B, S), negative for columns
+            without a token.
         """
-        T, lengths = k.shape[2], tuple(n + k.shape[2] for n in self.lengths)
+        T = k.shape[2]
+        lengths = tuple(n + T for n in self.lengths)
         new = last_positions(lengths, T, k.device).expand(len(k), T).to(torch.int32)
         place = torch.cat([self.place, 1 + new.unsqueeze(1)], dim=2)
-        in_place = (
-            T <= _PRUNE_EVERY
-        )  # a buffer for more tokens could be far larger than the columns that are kept
+        # A buffer for more tokens could be far larger than the columns that are kept.
+        in_place = T <= _PRUNE_EVERY
         k_all, v_all, buffer = _extend(
             self.k.to(k.dtype), self.v.to(v.dtype), self.buffer, k, v, in_place
         )
         after = SparseCache(k_all, v_all, place, lengths, buffer)
-        due = max(lengths) // _PRUNE_EVERY > max(self.lengths) // _PRUNE_EVERY
-        if due or reach_of(patterns) is not None:
+        is_due = max(lengths) // _PRUNE_EVERY > max(self.lengths) // _PRUNE_EVERY
+        if is_due or reach_of(patterns) is not None:
             after = after._pruned(patterns)
         return after, k_all, v_all, place.squeeze(1) - 1
 
+    def forget(self, is_old: Tensor) -> "SparseCache":
+        """Remove tokens of earlier documents: the last columns of `is_old`, bool (B, S or more)."""
+        is_old = is_old[:, is_old.shape[1] - self.place.shape[2] :].unsqueeze(1)
+        return self._replace(place=self.place.masked_fill(is_old, 0))
+
     def _pruned(self, patterns: Sequence[Pattern]) -> "SparseCache":
-        """Drop columns that no later token can attend to; if the last columns remain, return a view of them."""
-        S, reach = self.k.shape[2], reach_of(patterns)
+        """Drop columns that no later token can attend to; a view if the last columns remain."""
+        S = self.k.shape[2]
+        reach = reach_of(patterns)
         if reach is not None:
-            k, v, last = (x[:, :, S - min(S, reach) :] for x in (self.k, self.v, self.place))
+            last = slice(S - min(S, reach), None)
+            k = self.k[:, :, last]
+            v = self.v[:, :, last]
             if self.buffer is None and reach < S:  # a view would keep all columns in memory
-                k, v = k.clone(), v.clone()
-            return SparseCache(k, v, last, self.lengths, self.buffer)
+                k = k.clone()
+                v = v.clone()
+            return SparseCache(k, v, self.place[:, :, last], self.lengths, self.buffer)
         place = self.place.squeeze(1)  # (B, S)
         n_seen = torch.tensor(self.lengths, device=place.device).unsqueeze(1)
-        needed = (place > 0) & needed_keys(patterns, place - 1, n_seen)
-        n = int(needed.sum(1).max())
-        if n == S:
+        is_needed = (place > 0) & needed_keys(patterns, place - 1, n_seen)
+        n_needed = int(is_needed.sum(1).max())
+        if n_needed == S:
             return self
-        columns = needed.int().argsort(stable=True, dim=1)[
-            :, S - n :
-        ]  # (B, n): needed ones last, in order
-        k, v = (x.take_along_dim(columns[:, None, :, None], dim=2) for x in (self.k, self.v))
+        order = is_needed.int().argsort(stable=True, dim=1)  # needed columns are last, in order
+        columns = order[:, S - n_needed :]
+        k = self.k.take_along_dim(columns[:, None, :, None], dim=2)
+        v = self.v.take_along_dim(columns[:, None, :, None], dim=2)
         return SparseCache(k, v, place.gather(1, columns).unsqueeze(1), self.lengths)
 
 
@@ -187,23 +204,27 @@ class _Buffer:
 
     def __init__(self, k: Tensor, v: Tensor, columns: int) -> None:
         """Copy k (B, H, S, D) and v (B, H, S, E) into new memory of `columns` columns."""
-        self.k, self.v = (x.new_empty(*x.shape[:2], columns, x.shape[3]) for x in (k, v))
+        self.k = k.new_empty(*k.shape[:2], columns, k.shape[3])
+        self.v = v.new_empty(*v.shape[:2], columns, v.shape[3])
         self.written = 0  # columns that belong to some cache
         self.write(k, v)
 
     def write(self, k: Tensor, v: Tensor) -> None:
         """Append columns."""
         columns = slice(self.written, self.written + k.shape[2])
-        self.k[:, :, columns], self.v[:, :, columns] = k, v
+        self.k[:, :, columns] = k
+        self.v[:, :, columns] = v
         self.written = columns.stop
 
     def can_extend(self, k: Tensor, T: int) -> bool:
-        """Whether T columns fit behind the view k, none are written there yet, and torch allows writing them."""
+        """Whether T columns fit behind the view k, none are written there yet, and torch allows
+        writing them."""
         if k.untyped_storage().data_ptr() != self.k.untyped_storage().data_ptr():
             return False
+        if self.k.is_inference() and not torch.is_inference_mode_enabled():
+            return False
         end = k.storage_offset() // k.stride(2) + k.shape[2]
-        foreign = self.k.is_inference() and not torch.is_inference_mode_enabled()
-        return end == self.written and not foreign and end + T <= self.k.shape[2]
+        return end == self.written and end + T <= self.k.shape[2]
 
 
 def _extend(
@@ -214,14 +235,14 @@ def _extend(
     v: Tensor,
     in_place: bool = True,
 ) -> tuple[Tensor, Tensor, _Buffer | None]:
-    """Append T columns to S: keys (B, H, S + T, D), values (B, H, S + T, E), and the buffer that they are in."""
+    """Append T columns to S: keys (B, H, S + T, D), values (B, H, S + T, E), and the buffer that
+    they are in."""
     if torch.is_grad_enabled() or not in_place:  # a backward pass may need the earlier contents
         return torch.cat([k_before, k], dim=2), torch.cat([v_before, v], dim=2), None
     n = k_before.shape[2] + k.shape[2]
     if buffer is None or not buffer.can_extend(k_before, k.shape[2]):
-        buffer = _Buffer(
-            k_before, v_before, max(_SMALLEST_ROOM, 2 * n)
-        )  # doubling copies each token once or twice
+        room = max(_SMALLEST_ROOM, 2 * n)  # doubling copies each token once or twice
+        buffer = _Buffer(k_before, v_before, room)
     buffer.write(k, v)
     columns = slice(buffer.written - n, buffer.written)
     return buffer.k[:, :, columns], buffer.v[:, :, columns], buffer

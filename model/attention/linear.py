@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionSettings, Forgetting, MultiHeadAttention
+from model.attention.base import Forgetting, ForgettingSettings, MultiHeadAttention
 from model.ops.custom import accumulation_dtype
 from model.ops.linear_attention import (
     LinearAttentionState,
@@ -14,13 +14,11 @@ from model.ops.linear_attention import (
 )
 
 
-class LinearConfig(AttentionSettings, defaults="model/attention/linear"):
-    """Similarity phi(q)^T phi(k) with phi(x) = elu(x) + 1, in time linear in the sequence length."""
+class LinearConfig(ForgettingSettings, defaults="model/attention/linear"):
+    """Similarity phi(q)^T phi(k) with phi(x) = elu(x) + 1, in linear time."""
 
     name: Literal["linear"]
     constant_state: ClassVar[bool] = True
-    decay: Literal["none", "head"]
-    """What is forgotten of earlier tokens: nothing, or a share for each head that depends on the token."""
 
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "LinearAttention":
         return LinearAttention(n_embd, n_head, head_dim)
@@ -29,8 +27,8 @@ class LinearConfig(AttentionSettings, defaults="model/attention/linear"):
 class LinearAttention(MultiHeadAttention):
     """Causal multi-head linear attention; its state is a sum over the tokens so far.
 
-    Queries and keys are rotated before phi, so that weights stay positive and add up to 1. They do not if phi's result
-    is rotated (Su et al. 2021, eq. 19).
+    Queries and keys are rotated before phi, so that weights stay positive and add up to 1. They do
+    not if phi's result is rotated (Su et al. 2021, eq. 19).
     """
 
     resets = True

@@ -1,4 +1,4 @@
-"""Log-space attention (Heinsen 2024): softmax attention in log space, with a state of constant size."""
+"""Log-space attention (Heinsen 2024), with a state of constant size."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, cast
@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from model.attention.base import Attention, AttentionSettings, Forgetting
+from model.attention.base import Attention, Forgetting, ForgettingSettings
 from model.ops.custom import accumulation_dtype
 from model.ops.gates import forgotten
 from model.ops.log_attention import (
@@ -22,30 +22,30 @@ from model.position import Rotation
 _SMALLEST_VALUE = 1e-30  # its product with a weight is still in the range of float32 and bfloat16
 
 
-class _Sizes(AttentionSettings, defaults="model/attention/log_space"):
+class _Sizes(ForgettingSettings, defaults="model/attention/log_space"):
     constant_state: ClassVar[bool] = True
     suits_rotary: ClassVar[bool] = False  # no better than no positions (docs/attention.md)
-    decay: Literal["none", "head"]
-    """What is forgotten of earlier tokens: nothing, or a share for each head that depends on the token."""
     d_key: int | None = Field(ge=1, le=2**24)
     """Features of a head's queries and keys; null: head_dim, or with a product 2 sqrt(head_dim)."""
     d_val: int | None = Field(ge=1, le=2**24)
     """Features of a head's values; null: head_dim."""
     product: bool
-    """Whether the similarity is a product of two, each of half of the features: the state then has a feature for each
-    pair of one in the first half and one in the second, (d_key / 2)^2 in all."""
+    """Whether the similarity is a product of two, each of half of the features: the state then has
+    a feature for each pair of one in the first half and one in the second, (d_key / 2)^2 in all."""
 
-    def check(self, n_head: int, head_dim: int) -> None:
+    def check(self, n_head: int, head_dim: int, max_len: int | None) -> None:
         """Raise ValueError if there are no halves."""
         if self.product and self.query_dim(head_dim) % 2:
             raise ValueError(f"d_key={self.d_key} is odd: product=true needs an even number")
 
     def query_dim(self, head_dim: int) -> int:
-        return self.d_key or (2 * round(head_dim**0.5) if self.product else head_dim)
+        if self.d_key is not None:
+            return self.d_key
+        return 2 * round(head_dim**0.5) if self.product else head_dim
 
 
 class LogSpaceConfig(_Sizes):
-    """Similarity log(exp(q) exp(k)^T); keys, queries and values are logarithms, and so is the result."""
+    """Similarity log(exp(q) exp(k)^T); keys, queries, values and results are logarithms."""
 
     name: Literal["log_space"]
 
@@ -70,22 +70,25 @@ class LogSpaceAttention(Attention):
     """Signs that values can have. A state has columns for each, besides the normalizer's."""
 
     def __init__(self, settings: _Sizes, n_embd: int, n_head: int, head_dim: int) -> None:
-        d_key, d_val = settings.query_dim(head_dim), settings.d_val or head_dim
-        super().__init__(n_embd, n_head, n_head * d_val, (d_key, d_key, d_val), n_group=n_head)
-        self.d_key, self.d_val, self.product = d_key, d_val, settings.product
-        self.state_features = (d_key // 2) ** 2 if self.product else d_key
+        d_key = settings.query_dim(head_dim)
+        d_val = settings.d_val or head_dim
+        super().__init__(n_embd, n_head, n_head * d_val, (d_key, d_key, d_val), n_repeat=n_head)
+        self.d_key = d_key
+        self.d_val = d_val
+        self.product = settings.product
+        self.state_features = (d_key // 2) ** 2 if settings.product else d_key
 
     def project(self, features: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         q, k, log_v = super().project(features, rotation)
-        return (pairs_of(q), pairs_of(k), log_v) if self.product else (q, k, log_v)
+        if self.product:
+            q = pairs_of(q)
+            k = pairs_of(k)
+        return q, k, log_v
 
     def split(self, features: Tensor) -> Sequence[Tensor]:
         """(B, T, n_qkv) -> q and k (B, n_head, T, d_key), log_v (B, n_head, T, d_val)."""
-        heads = features.unflatten(2, (self.n_head, -1))
-        return [
-            part.transpose(1, 2)
-            for part in heads.split([self.d_key, self.d_key, self.d_val], dim=-1)
-        ]
+        heads = features.unflatten(2, (self.n_head, -1)).transpose(1, 2)
+        return heads.split([self.d_key, self.d_key, self.d_val], dim=-1)
 
     def attend(
         self,
@@ -97,19 +100,18 @@ class LogSpaceAttention(Attention):
         return_state: bool,
     ) -> tuple[Tensor, LogAttentionState | None]:
         # Without return_state, the operator skips checking that the state is exact.
-        found: Any = log_attention(
+        result: Any = log_attention(
             q, k, v, forgetting.log_f, state=state, return_state=return_state
         )
-        return found if return_state else (found, None)
+        return result if return_state else (result, None)
 
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
         return cast(Tensor, naive_log_attention(q, k, v, log_f))
 
     def empty(self, B: int, device: torch.device) -> LogAttentionState:
         no_tokens = torch.empty(B, self.n_head, 0, 1, dtype=self.qkv.weight.dtype, device=device)
-        q, log_v = (
-            no_tokens.expand(-1, -1, -1, n) for n in (self.state_features, self.signs * self.d_val)
-        )
+        q = no_tokens.expand(-1, -1, -1, self.state_features)
+        log_v = no_tokens.expand(-1, -1, -1, self.signs * self.d_val)
         return empty_state(q, log_v)
 
     def flops_per_token(self, seq_len: int) -> int:
@@ -117,7 +119,10 @@ class LogSpaceAttention(Attention):
 
 
 class LogSpaceSignedAttention(LogSpaceAttention):
-    """Log-space attention over values v of either sign: y = exp(log_y of v > 0) - exp(log_y of v < 0)."""
+    """Log-space attention over values of either sign.
+
+    y = exp(log_y of v > 0) - exp(log_y of v < 0).
+    """
 
     signs = 2
 
@@ -133,18 +138,17 @@ class LogSpaceSignedAttention(LogSpaceAttention):
         dtype = v.dtype
         # Not in 16 bits: rounding log v costs more than rounding v.
         v = _away_from_zero(v.to(accumulation_dtype(v)))
-        log_y, after = super().attend(
-            q, k, split_signs(v.abs().log(), v.sign()), forgetting, state, return_state
-        )
+        log_v = split_signs(v.abs().log(), v.sign())
+        log_y, after = super().attend(q, k, log_v, forgetting, state, return_state)
         positive, negative = log_y.exp().chunk(2, dim=-1)
         return (positive - negative).to(dtype), after
 
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
-        """softmax(log(exp(q) exp(k)^T)) v with explicit weights, to which the signs of v do not matter."""
+        """softmax(log(exp(q) exp(k)^T)) v with explicit weights."""
         terms = q.unsqueeze(3) + k.unsqueeze(2)  # (B, H, T, T, d_k)
-        scores = (terms if log_f is None else terms + forgotten(log_f)).logsumexp(
-            -1
-        )  # (B, H, T, T)
+        if log_f is not None:
+            terms = terms + forgotten(log_f)
+        scores = terms.logsumexp(-1)  # (B, H, T, T)
         return scores.masked_fill(~self.mask(q.shape[2]), -torch.inf).softmax(-1) @ v
 
 
@@ -155,6 +159,7 @@ def pairs_of(x: Tensor) -> Tensor:
 
 
 def _away_from_zero(v: Tensor) -> Tensor:
-    """Replace values below 1e-30 by 1e-30, but keep v's gradient: y is linear in v, yet v's gradient passes log |v|."""
-    short = torch.where(v.abs() < _SMALLEST_VALUE, _SMALLEST_VALUE - v.detach(), 0)
-    return v + short
+    """Replace values below 1e-30 by 1e-30, but keep v's gradient: y is linear in v, yet v's
+    gradient passes log |v|."""
+    lacking = torch.where(v.abs() < _SMALLEST_VALUE, _SMALLEST_VALUE - v.detach(), 0)
+    return v + lacking

@@ -1,4 +1,4 @@
-"""Causal Longformer attention (Beltagy et al. 2020): a window, and global tokens with their own projections."""
+"""Causal Longformer attention (Beltagy et al. 2020): a window and global tokens."""
 
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from model.attention.base import Forgetting, GroupedSettings
+from model.attention.base import Forgetting, SharedHeadSettings
 from model.attention.cache import SparseCache
 from model.attention.sparse import LARGEST, SparseAttention
 from model.layers import FusedLinear
@@ -15,15 +15,22 @@ from model.ops.sparse_attention.patterns import longformer
 from model.position import Positions, Rotation, last_positions
 
 
-class LongformerConfig(GroupedSettings, defaults="model/attention/longformer"):
+class LongformerConfig(SharedHeadSettings, defaults="model/attention/longformer"):
     """Attention to the last `window` keys and to the first `n_global` keys, the global tokens."""
 
     name: Literal["longformer"]
     constant_state: ClassVar[bool] = True
+    has_empty_state: ClassVar[bool] = False
     window: int = Field(ge=1, le=LARGEST)
     """Keys that a query attends to, including its own."""
     n_global: int = Field(ge=1, le=LARGEST)
     """Tokens at the beginning that all later tokens attend to as well."""
+
+    def check(self, n_head: int, head_dim: int, max_len: int | None) -> None:
+        super().check(n_head, head_dim, max_len)
+        if max_len is not None and self.n_global > max_len:
+            what = f"n_global={self.n_global} is more than the model's {max_len} positions"
+            raise ValueError(f"{what}: use at most {max_len}")
 
     def check_documents(self) -> None:
         raise ValueError(
@@ -41,17 +48,19 @@ class LongformerState(NamedTuple):
     local: SparseCache
     """Keys and values of the window and of the global tokens, as all tokens attend to them."""
     k_global: Tensor
-    """(B, n_kv_head, n_global, head_dim): global tokens' keys for attention among each other, zeros until they come."""
+    """(B, n_kv_head, n_global, head_dim): global tokens' keys for attention among each other, zeros
+    until they come."""
     v_global: Tensor
     """Their values, of the same shape."""
 
 
 class LongformerAttention(SparseAttention):
-    """Every token attends to a window and the global tokens by the projections q, k, v (section 3.1, figure 2d).
+    """Every token attends to a window and the global tokens by the projections q, k, v (section
+    3.1, figure 2d).
 
-    The first n_global tokens are global: the result of their own projections q_g, k_g, v_g ("linear projections for
-    global attention"), which start equal to q, k, v, replaces the other. Because attention is causal, global tokens
-    attend to each other only.
+    The first n_global tokens are global: the result of their own projections q_g, k_g, v_g ("linear
+    projections for global attention"), which start equal to q, k, v, replaces the other. Because
+    attention is causal, global tokens attend to each other only.
     """
 
     def __init__(self, settings: LongformerConfig, n_embd: int, n_head: int, head_dim: int) -> None:
@@ -67,42 +76,47 @@ class LongformerAttention(SparseAttention):
     def mix(
         self, x: Tensor, features: Tensor, positions: Positions, state: Any, return_state: bool
     ) -> tuple[Tensor, Any]:
-        T, rotation = x.shape[1], positions.rotation
+        rotation = positions.rotation
         earlier: Any = state or (None, None, None)
-        local, k_g, v_g = earlier
-        y, after = self.attend(*self.project(features, rotation), Forgetting(), local, return_state)
-        before = local.lengths if local else (0,)
-        n = min(T, self.n_global - min(before))  # so many of these tokens are global in some row
+        local, k_global, v_global = earlier
+        q, k, v = self.project(features, rotation)
+        y, after = self.attend(q, k, v, Forgetting(), local, return_state)
+        lengths = local.lengths if local else (0,)
+        n = min(x.shape[1], self.n_global - min(lengths))  # tokens that are global in some row
         if n > 0:
-            first = Rotation(*(x[..., :n, :] for x in rotation)) if rotation else None
-            q_g, new_k, new_v = self.project(self.qkv_global(x[:, :n]), first)
-            k_g, v_g = self._keep(k_g, new_k, before), self._keep(v_g, new_v, before)
-            i = last_positions(tuple(start + n for start in before), n, x.device)  # (B or 1, n)
-            mask = torch.arange(self.n_global, device=x.device) <= i.unsqueeze(
-                2
-            )  # (B or 1, n, n_global)
+            if rotation is not None:
+                rotation = Rotation(rotation.cos[..., :n, :], rotation.sin[..., :n, :])
+            q_new, k_new, v_new = self.project(self.qkv_global(x[:, :n]), rotation)
+            k_global = self._extended(k_global, k_new, lengths)
+            v_global = self._extended(v_global, v_new, lengths)
+            i = last_positions(tuple(length + n for length in lengths), n, x.device)  # (B or 1, n)
+            j = torch.arange(self.n_global, device=x.device)
+            mask = (j <= i.unsqueeze(2)).unsqueeze(1)  # (B or 1, 1, n, n_global)
             gqa = self.n_kv_head < self.n_head
-            y_g = scaled_dot_product_attention(
-                q_g, k_g, v_g, attn_mask=mask.unsqueeze(1), enable_gqa=gqa
+            y_global = scaled_dot_product_attention(
+                q_new, k_global, v_global, attn_mask=mask, enable_gqa=gqa
             )
             is_global = (i < self.n_global)[:, None, :, None]
-            y = torch.cat([y_g.where(is_global, y[:, :, :n]), y[:, :, n:]], dim=2)
-        return self.join(y, rotation), LongformerState(
-            after, k_g, v_g
-        ) if after and return_state else None
+            y = torch.cat([y_global.where(is_global, y[:, :, :n]), y[:, :, n:]], dim=2)
+        y = self.join(y, positions.rotation)
+        if after is None or not return_state:
+            return y, None
+        return y, LongformerState(after, k_global, v_global)
 
-    def _keep(self, kept: Tensor | None, new: Tensor, before: tuple[int, ...]) -> Tensor:
-        """Add new global tokens to (B, n_kv_head, n_global, head_dim); row b has before[b] earlier tokens."""
-        if kept is None:
+    def _extended(self, x: Tensor | None, new: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """Add new global tokens to x (B, n_kv_head, n_global, head_dim); row b has lengths[b]
+        earlier tokens."""
+        if x is None:
             return pad(new, (0, 0, 0, self.n_global - new.shape[2]))
-        kept = kept.clone()  # the earlier state must not change
-        for row, start in enumerate(before):
-            kept[row, :, start : start + new.shape[2]] = new[
-                row, :, : max(self.n_global - start, 0)
-            ]
-        return kept
+        x = x.clone()  # the earlier state must not change
+        for row, start in enumerate(lengths):
+            room = max(self.n_global - start, 0)
+            x[row, :, start : start + new.shape[2]] = new[row, :, :room]
+        return x
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Only global tokens use their projections, but the model counts them for every token: subtract the rest."""
-        others = max(seq_len - self.n_global, 0) / seq_len
-        return super().flops_per_token(seq_len) - round(2 * self.qkv_global.weight.numel() * others)
+        """Only global tokens use their projections, but the model counts them for every token:
+        subtract the rest."""
+        share = max(seq_len - self.n_global, 0) / seq_len  # of tokens that are not global
+        unused = round(2 * self.qkv_global.weight.numel() * share)
+        return super().flops_per_token(seq_len) - unused

@@ -1,4 +1,4 @@
-"""Projection attention (Sanger 2025): weights decrease with the squared distance between query and key."""
+"""Projection attention (Sanger 2025): weights decrease with the squared distance."""
 
 import math
 from typing import Any, Literal
@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from model.attention.base import Forgetting, GroupedSettings, MultiHeadAttention
+from model.attention.base import Forgetting, MultiHeadAttention, SharedHeadSettings
 from model.attention.cache import KVCache, attend_to_all
 from model.ops.custom import accumulation_dtype
 from model.ops.projection_attention import (
@@ -19,15 +19,17 @@ from model.ops.projection_attention import (
 from model.position import Rotation, rotate
 
 
-class ProjectionConfig(GroupedSettings, defaults="model/attention/projection"):
+class ProjectionConfig(SharedHeadSettings, defaults="model/attention/projection"):
     """Weights proportional to exp(-||q - k||^2 / (2 sigma^2)), by torch's fused kernels."""
 
     name: Literal["projection"]
     values: Literal["keys", "own"]
-    """keys: the keys are also the values, which saves a projection and half of the cache; own: values are projected."""
+    """keys: the keys are also the values, which saves a projection and half of the cache; own:
+    values are projected."""
     sigma: float | None = Field(ge=1e-6, le=1e6)
-    """Distance at which a weight is exp(-1/2); null: head_dim^(1/4), which corresponds to softmax attention's scale
-    1 / sqrt(head_dim), because q and k are not normalised here. The paper's 0.01 is for rows of norm 1."""
+    """Distance at which a weight is exp(-1/2); null: head_dim^(1/4), which corresponds to softmax
+    attention's scale 1 / sqrt(head_dim), because q and k are not normalised here. The paper's 0.01
+    is for rows of norm 1."""
     learned: bool
     """Whether each head learns its own sigma, starting from `sigma`."""
 
@@ -38,14 +40,13 @@ class ProjectionConfig(GroupedSettings, defaults="model/attention/projection"):
 class ProjectionAttention(MultiHeadAttention):
     """Causal multi-head attention by distance; its state is a cache of keys and values.
 
-    If keys are also the values, a rotation applies to them, and the result is rotated back by its query's angles, so
-    that it depends on the distance between tokens and not on their positions.
+    If keys are also the values, a rotation applies to them, and the result is rotated back by its
+    query's angles, so that it depends on the distance between tokens and not on their positions.
     """
 
     def __init__(self, settings: ProjectionConfig, n_embd: int, n_head: int, head_dim: int) -> None:
-        super().__init__(
-            n_embd, n_head, head_dim, settings.n_kv_head, own_values=settings.values == "own"
-        )
+        has_values = settings.values == "own"
+        super().__init__(n_embd, n_head, head_dim, settings.n_kv_head, has_values)
         self.first_sigma = head_dim**0.25 if settings.sigma is None else settings.sigma
         self.log_sigma = nn.Parameter(torch.empty(n_head)) if settings.learned else None
 
@@ -71,8 +72,9 @@ class ProjectionAttention(MultiHeadAttention):
         state: Any,
         return_state: bool,
     ) -> tuple[Tensor, KVCache | None]:
-        q, k = inner_queries(q, self.sigma), inner_keys(k)  # (B, H, T, D'), (B, H_kv, T, D')
-        v = padded_values(v) if self.own_values else k[..., :0]  # keys are cached once
+        q = inner_queries(q, self.sigma)  # (B, H, T, D')
+        k = inner_keys(k)  # (B, H_kv, T, D')
+        v = padded_values(v) if self.has_values else k[..., :0]  # keys are cached once
         y, after = attend_to_all(
             state, q, k, v, return_state, forgetting.document_starts, scale=1.0
         )
@@ -84,6 +86,6 @@ class ProjectionAttention(MultiHeadAttention):
         )
 
     def join(self, y: Tensor, rotation: Rotation | None) -> Tensor:
-        if rotation is not None and not self.own_values:
+        if rotation is not None and not self.has_values:
             y = rotate(y, Rotation(rotation.cos, -rotation.sin))
         return super().join(y, rotation)

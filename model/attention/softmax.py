@@ -2,7 +2,6 @@
 
 import functools
 import warnings
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -13,7 +12,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from common.console import say_once
 from common.settings import UserError
-from model.attention.base import Forgetting, GroupedSettings, MultiHeadAttention
+from model.attention.base import (
+    Forgetting,
+    ForgettingSettings,
+    MultiHeadAttention,
+    SharedHeadSettings,
+)
 from model.attention.cache import attend_to_all
 from model.ops.custom import accumulation_dtype, aligned, assume_constant_result, running_sum
 from model.ops.sparse_attention.attend import forgetting_attention
@@ -26,18 +30,21 @@ _KERNELS = {
 }
 
 
-class SoftmaxConfig(GroupedSettings, defaults="model/attention/softmax"):
-    """softmax(q k^T / sqrt(head_dim)) v, by torch's fused kernels."""
+class SoftmaxConfig(SharedHeadSettings, ForgettingSettings, defaults="model/attention/softmax"):
+    """softmax(q k^T / sqrt(head_dim)) v, by torch's fused kernels.
+
+    With decay, scores have the logarithm of what a head forgets between key and query added (Lin et
+    al. 2025).
+    """
 
     name: Literal["softmax"]
-    decay: Literal["none", "head"]
-    """head: scores have the logarithm of what a head forgets between key and query added (Lin et al. 2025)."""
     kernel: Literal["auto", "flash", "efficient", "cudnn", "math"]
-    """torch's kernel for whole texts, as in training; auto: the fastest that can run. Decoding always uses auto."""
+    """torch's kernel for whole texts, as in training; auto: the fastest that can run. Decoding
+    always uses auto."""
 
     @model_validator(mode="after")
     def _kernel_fits(self) -> "SoftmaxConfig":
-        if self.kernel != "auto" and self.decay != "none":
+        if self.kernel != "auto" and self.forgets:
             raise ValueError(
                 f"kernel={self.kernel} cannot be used with decay={self.decay}: use auto"
             )
@@ -45,9 +52,8 @@ class SoftmaxConfig(GroupedSettings, defaults="model/attention/softmax"):
 
     def check_documents(self) -> None:
         if self.kernel != "auto":
-            raise ValueError(
-                f"kernel={self.kernel} cannot be used with data.document_reset=true, a mask: use auto"
-            )
+            what = f"kernel={self.kernel} cannot be used with data.document_reset=true, a mask"
+            raise ValueError(f"{what}: use auto")
 
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "SoftmaxAttention":
         return SoftmaxAttention(self, n_embd, n_head, head_dim)
@@ -70,29 +76,16 @@ class SoftmaxAttention(MultiHeadAttention):
         return_state: bool,
     ) -> tuple[Tensor, Any]:
         log_f, starts = forgetting
-        if log_f is not None and state is None and not return_state:
-            y = forgetting_attention(q, k, v, log_f, starts)
-            if y is not None:
-                return y, None
-        if (
-            log_f is not None
-        ):  # in float32 or float64: rounded scores would leave nothing of the gates' gradients
-            wide = accumulation_dtype(q)
-            with torch.autocast(q.device.type, enabled=False):
-                q_k_v = q.to(wide), k.to(wide), v.to(wide)
-                y, after = self._attend_and_forget(*q_k_v, state, return_state, log_f, starts)
-            return y.to(q.dtype), after
-        whole_text = state is None and starts is None
-        if whole_text:
-            _say_kernel(
-                self.kernel, q.device.type, q.dtype, self.n_head, self.n_kv_head, self.head_dim
-            )
-        with (
-            sdpa_kernel(_KERNELS[self.kernel])
-            if whole_text and self.kernel != "auto"
-            else nullcontext()
-        ):
+        if log_f is not None:
+            return self._attend_and_forget(q, k, v, state, return_state, log_f, starts)
+        if state is not None or starts is not None:
             return attend_to_all(state, q, k, v, return_state, starts)
+        shape = (self.n_head, self.n_kv_head, self.head_dim)
+        _say_kernel(self.kernel, q.device.type, q.dtype, *shape)
+        if self.kernel == "auto":
+            return attend_to_all(None, q, k, v, return_state, None)
+        with sdpa_kernel(_KERNELS[self.kernel]):
+            return attend_to_all(None, q, k, v, return_state, None)
 
     def _attend_and_forget(
         self,
@@ -104,66 +97,83 @@ class SoftmaxAttention(MultiHeadAttention):
         log_f: Tensor,
         starts: Tensor | None,
     ) -> tuple[Tensor, Any]:
-        """Add a_t - a_j to the scores, a being the sum of log_f over the text so far, by features of q and k.
+        """Add a_t - a_j to the scores, a being the sum of log_f over the text so far.
 
-        So torch's fused kernels can be used. Each a is a sum of two numbers, and a feature of 1 reads each. Rounding
-        grows with the text: scores err by about 1e-7 a, and a is all that was forgotten since the text started.
         State: the cache, and a after the last token.
         """
-        k, v = self.repeated(k), self.repeated(v)  # a is that of a query head
-        cache, before = state or (None, 0.0)
-        a = running_sum(log_f.double(), 2) + before  # (B, H, T, 1)
+        if state is None and not return_state:
+            y = forgetting_attention(q, k, v, log_f, starts)
+            if y is not None:
+                return y, None
+        wide = accumulation_dtype(q)  # rounded scores would leave nothing of the gates' gradients
+        with torch.autocast(q.device.type, enabled=False):
+            cache, before = state or (None, 0.0)
+            a = running_sum(log_f.double(), 2) + before  # (B, H, T, 1)
+            k = self.repeated(k.to(wide))  # a is that of a query head
+            v = self.repeated(v.to(wide))
+            q_wide, k = self._with_gates(q.to(wide), k, a)
+            v = aligned(v, self.head_dim + 4)
+            scale = self.head_dim**-0.5
+            y, cache = attend_to_all(cache, q_wide, k, v, return_state, starts, scale)
+        return y[..., : self.head_dim].to(q.dtype), (cache, a[:, :, -1:])
+
+    def _with_gates(self, q: Tensor, k: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        """Return q and k with features that add a_t - a_j to scores, so that torch's fused kernels
+        can be used.
+
+        Each a is a sum of two numbers, and a feature of 1 reads each. Rounding grows with the text:
+        scores err by about 1e-7 a, and a is all that was forgotten since the text started.
+        """
         scaled = a * self.head_dim**0.5
         high = scaled.to(q.dtype)
-        own = torch.cat([high, (scaled - high).to(q.dtype)], -1)  # more digits than the scores
-        ones = torch.ones_like(own)
-        q, k = torch.cat([q, own, ones], -1), torch.cat([k, ones, -own], -1)
-        q, k, v = (aligned(x, self.head_dim + 4) for x in (q, k, v))
-        y, after = attend_to_all(cache, q, k, v, return_state, starts, scale=self.head_dim**-0.5)
-        return y[..., : self.head_dim], (after, a[:, :, -1:])
+        low = (scaled - high).to(q.dtype)
+        gates = torch.cat([high, low], -1)  # more digits than the scores
+        ones = torch.ones_like(gates)
+        q = aligned(torch.cat([q, gates, ones], -1), self.head_dim + 4)
+        k = aligned(torch.cat([k, ones, -gates], -1), self.head_dim + 4)
+        return q, k
 
 
 @assume_constant_result
 def _say_kernel(
-    asked: str, device: str, dtype: torch.dtype, n_head: int, n_kv_head: int, head_dim: int
+    setting: str, device: str, dtype: torch.dtype, n_head: int, n_kv_head: int, head_dim: int
 ) -> str:
-    used = kernel_in_use(asked, device, dtype, n_head, n_kv_head, head_dim)
-    say_once(f"softmax attention by torch's {used} kernel")
-    return used
+    kernel = _kernel_in_use(setting, device, dtype, n_head, n_kv_head, head_dim)
+    say_once(f"softmax attention by torch's {kernel} kernel")
+    return kernel
 
 
 @functools.cache
-def kernel_in_use(
-    asked: str, device: str, dtype: torch.dtype, n_head: int, n_kv_head: int, head_dim: int
+def _kernel_in_use(
+    setting: str, device: str, dtype: torch.dtype, n_head: int, n_kv_head: int, head_dim: int
 ) -> str:
-    """Return which of torch's kernels such a model uses for whole texts: "flash", "efficient", "cudnn" or "math".
+    """Return which of torch's kernels such a model uses for whole texts: "flash", "efficient",
+    "cudnn" or "math".
 
     Raises:
         UserError: the requested kernel cannot run.
     """
     q = torch.zeros(1, n_head, 8, head_dim, device=device, dtype=dtype)
     kv = torch.zeros(1, n_kv_head, 8, head_dim, device=device, dtype=dtype)
-    if asked == "auto":  # torch has no public function for this
+    if setting == "auto":  # torch has no public function for this
         choice = torch._fused_sdp_choice(q, kv, kv, None, 0.0, True, enable_gqa=n_kv_head < n_head)
-        return next((name for name, backend in _KERNELS.items() if backend.value == choice), "own")
+        names = {backend.value: name for name, backend in _KERNELS.items()}
+        return names.get(choice, "own")
     able = [name for name in _KERNELS if _runs(name, q, kv)]
-    if asked not in able:
-        raise UserError(
-            f"attention.kernel={asked} cannot run on {device} in {str(dtype)[6:]}, with {n_head} query heads and "
-            f"{n_kv_head} key heads of {head_dim} features: use auto, or one of {', '.join(able)}"
-        )
-    return asked
+    if setting not in able:
+        where = f"{device} in {str(dtype)[6:]}"
+        heads = f"{n_head} query heads and {n_kv_head} key heads of {head_dim} features"
+        what = f"attention.kernel={setting} cannot run on {where}, with {heads}"
+        raise UserError(f"{what}: use auto, or one of {', '.join(able)}")
+    return setting
 
 
 def _runs(name: str, q: Tensor, kv: Tensor) -> bool:
+    gqa = kv.shape[1] < q.shape[1]
     try:
-        with (
-            warnings.catch_warnings(action="ignore"),
-            sdpa_kernel(_KERNELS[name]),
-        ):  # torch warns why it cannot
-            scaled_dot_product_attention(
-                q, kv, kv, is_causal=True, enable_gqa=kv.shape[1] < q.shape[1]
-            )
+        # torch warns why it cannot.
+        with warnings.catch_warnings(action="ignore"), sdpa_kernel(_KERNELS[name]):
+            scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=gqa)
     except RuntimeError:
         return False
     return True

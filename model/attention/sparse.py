@@ -1,4 +1,5 @@
-"""Sparse softmax attention: sliding windows (Beltagy et al. 2020), strided and fixed patterns (Child et al. 2019)."""
+"""Sparse softmax attention: sliding windows (Beltagy et al. 2020), strided and fixed patterns
+(Child et al. 2019)."""
 
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -8,7 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from model.attention.base import Forgetting, GroupedSettings, MultiHeadAttention
+from model.attention.base import Forgetting, MultiHeadAttention, SharedHeadSettings
 from model.attention.cache import SparseCache
 from model.ops.custom import disable
 from model.ops.sparse_attention.attend import document_attention, sparse_attention
@@ -28,34 +29,39 @@ _Gap = Annotated[int, Field(ge=1, le=2**16)]
 _SAMPLES = 256  # queries whose keys are counted to estimate the operations
 
 
-class SlidingWindowConfig(GroupedSettings, defaults="model/attention/sliding_window"):
-    """The last `window` keys, including the query's own; with dilation, every (dilation + 1)-th key."""
+class SlidingWindowConfig(SharedHeadSettings, defaults="model/attention/sliding_window"):
+    """The last `window` keys with the query's own; with dilation, every (dilation + 1)-th key."""
 
     name: Literal["sliding_window"]
     constant_state: ClassVar[bool] = True
     window: _Keys | tuple[_Keys, ...]
     """Keys that a query attends to; a list gives one number for each head."""
     dilation: _Gap | tuple[_Gap | None, ...] | None
-    """Keys skipped between two keys of the window; null: none; a list gives one item for each head."""
+    """Keys skipped between two keys of the window; null: none; a list has an item for each head."""
 
-    def check(self, n_head: int, head_dim: int) -> None:
-        super().check(n_head, head_dim)
+    def check(self, n_head: int, head_dim: int, max_len: int | None) -> None:
+        super().check(n_head, head_dim, max_len)
         for name, value in (("window", self.window), ("dilation", self.dilation)):
             if isinstance(value, tuple) and len(value) != n_head:
-                message = f"{name} lists {len(value)} for n_head={n_head}: give one for each head, or one number"
-                raise ValueError(message)
+                what = f"{name} lists {len(value)} for n_head={n_head}"
+                raise ValueError(f"{what}: give one for each head, or one number")
 
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "SparseAttention":
-        windows, dilations = (
-            x if isinstance(x, tuple) else (x,) * n_head for x in (self.window, self.dilation)
-        )
-        patterns = [
-            window(size or 0, gap or 0) for size, gap in zip(windows, dilations, strict=True)
-        ]
+        windows = _for_each_head(self.window, n_head)
+        dilations = _for_each_head(self.dilation, n_head)
+        patterns = []
+        for size, gap in zip(windows, dilations, strict=True):
+            patterns.append(window(size or 0, gap or 0))
         return SparseAttention(n_embd, n_head, head_dim, self.n_kv_head, patterns)
 
 
-class _TwoSetsConfig(GroupedSettings):
+def _for_each_head(
+    value: int | tuple[int | None, ...] | None, n_head: int
+) -> tuple[int | None, ...]:
+    return value if isinstance(value, tuple) else (value,) * n_head
+
+
+class _TwoSetsConfig(SharedHeadSettings):
     """Attention to two sets of keys, A1 and A2."""
 
     merge: bool
@@ -63,18 +69,22 @@ class _TwoSetsConfig(GroupedSettings):
     pattern: ClassVar[Callable[..., Pattern]]
     """(self, which) -> the keys in "A1", "A2" or "both"."""
 
-    def check(self, n_head: int, head_dim: int) -> None:
-        super().check(n_head, head_dim)
+    def check(self, n_head: int, head_dim: int, max_len: int | None) -> None:
+        super().check(n_head, head_dim, max_len)
         if n_head == 1 and not self.merge:
             raise ValueError("n_head=1 leaves no head for A2: set merge=true, or use more heads")
 
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "SparseAttention":
-        patterns = [self.pattern(which) for which in (["both"] if self.merge else ["A1", "A2"])]
+        if self.merge:
+            patterns = [self.pattern("both")]
+        else:
+            patterns = [self.pattern("A1"), self.pattern("A2")]
         return SparseAttention(n_embd, n_head, head_dim, self.n_kv_head, patterns)
 
 
 class StridedConfig(_TwoSetsConfig, defaults="model/attention/strided"):
-    """Child et al. 2019: A1 = the query's own key and the last `stride` before, A2 = every stride-th key before."""
+    """Child et al. 2019: A1 = the query's own key and the last `stride` before, A2 = every
+    stride-th key before."""
 
     name: Literal["strided"]
     stride: int = Field(ge=1, le=LARGEST)
@@ -85,23 +95,23 @@ class StridedConfig(_TwoSetsConfig, defaults="model/attention/strided"):
 
 
 class FixedConfig(_TwoSetsConfig, defaults="model/attention/fixed"):
-    """Child et al. 2019: A1 = the query's own block of `size` tokens, A2 = the last `width` tokens of every block.
+    """Child et al. 2019: A1 = the query's interval of `size` tokens, A2 = the last `width` tokens
+    of every interval.
 
     In heads that attend to A2 alone, the first l - c tokens have no keys, and their result is 0.
     """
 
     name: Literal["fixed"]
     size: int = Field(ge=1, le=LARGEST)
-    """l, tokens of a block."""
+    """l, tokens of an interval."""
     width: int = Field(ge=1)
-    """c, tokens of a block that all later tokens attend to: 1 to l. The paper uses 8, 16 and 32."""
+    """c, tokens of an interval that later tokens attend to: 1 to l. The paper uses 8, 16 and 32."""
 
     @model_validator(mode="after")
     def _width_fits(self) -> "FixedConfig":
         if self.width > self.size:
-            raise ValueError(
-                f"width={self.width} is more than a block has: use 1 to size={self.size}"
-            )
+            what = f"width={self.width} is more than an interval has"
+            raise ValueError(f"{what}: use 1 to size={self.size}")
         return self
 
     def pattern(self, which: str) -> Pattern:
@@ -111,9 +121,10 @@ class FixedConfig(_TwoSetsConfig, defaults="model/attention/fixed"):
 class SparseAttention(MultiHeadAttention):
     """Causal attention in which each head attends to the keys of a pattern.
 
-    The state is a cache of the keys that later tokens can still attend to in some head: for A1 a window or a block; for
-    fixed attention's A2 c of every l earlier tokens; for strided attention's A2 all tokens, since each of the next l
-    tokens attends to others.
+    The state is a cache of the keys that later tokens can still attend to in some head. For A1
+    these are a window or an interval. For fixed attention's A2 they are c of every l earlier
+    tokens, and for strided attention's A2 all tokens, because each of the next l tokens attends to
+    others.
     """
 
     def __init__(
@@ -163,29 +174,29 @@ class SparseAttention(MultiHeadAttention):
         if starts is not None:
             document = starts.cumsum(1)  # (B, T), 0: that of the cached tokens
             of_keys = pad(document, (j.shape[1] - document.shape[1], 0))  # (B, S)
-            mask = mask & (document.unsqueeze(2) == of_keys.unsqueeze(1)).unsqueeze(1)
-            gone = of_keys[:, j.shape[1] - after.place.shape[2] :] != document[:, -1:]  # (B, S)
-            after = after._replace(place=after.place.masked_fill(gone.unsqueeze(1), 0))
+            same = document.unsqueeze(2) == of_keys.unsqueeze(1)  # (B, T, S)
+            mask = mask & same.unsqueeze(1)
+            after = after.forget(of_keys != document[:, -1:])
         if q.shape[2] == 1:
             seen = mask.flatten(0, 2).any(0).nonzero().squeeze(1)
             if 0 < 2 * len(seen) < k.shape[2]:  # copying these keys costs less than reading all
-                k, v, mask = (x.index_select(dim, seen) for x, dim in ((k, 2), (v, 2), (mask, 3)))
-        return scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, enable_gqa=k.shape[1] < q.shape[1]
-        ), after
+                k = k.index_select(2, seen)
+                v = v.index_select(2, seen)
+                mask = mask.index_select(3, seen)
+        gqa = k.shape[1] < q.shape[1]
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa), after
 
     def mask(self, T: int) -> Tensor:
         t = torch.arange(T, device=self.qkv.weight.device)
         return pattern_mask(self.patterns, t, t)
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Scores and their product with the values, for the keys that a token attends to on average."""
+        """Scores and their product with the values, for the average number of keys."""
         j = torch.arange(seq_len, device="cpu")
-        # Long texts are sampled at steps of the golden ratio, which do not coincide with the period of a pattern.
-        i = (
-            j
-            if seq_len <= _SAMPLES
-            else (torch.arange(_SAMPLES, device="cpu") * 0.6180339887 % 1 * seq_len).long()
-        )
+        i = j
+        if seq_len > _SAMPLES:
+            # Steps of the golden ratio do not coincide with the period of a pattern.
+            i = (torch.arange(_SAMPLES, device="cpu") * 0.6180339887 % 1 * seq_len).long()
         mask = pattern_mask(self.patterns, i, j)  # (1 or n_head, queries, seq_len)
-        return round(4 * self.n_head * self.head_dim * float(mask.sum() / (len(mask) * len(i))))
+        n_keys = float(mask.sum() / (len(mask) * len(i)))
+        return round(4 * self.n_head * self.head_dim * n_keys)

@@ -1,1 +1,1 @@
-"""Pure tensor functions. The naive form of an operator is its definition: all other forms must agree with it."""
+"""Pure tensor functions. An operator's naive form is its definition; all forms must agree."""

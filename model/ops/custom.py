@@ -1,9 +1,11 @@
-"""What operators and mechanisms of our own need of torch: how it compiles, casts, differentiates, sums, and aligns.
+"""What operators and mechanisms of our own need of torch: how it compiles, casts, differentiates,
+sums, and aligns.
 
-Autocast does not reach inside custom operators, and their backward passes run outside of it. They drop forward-mode
-tangents, and the result of a backward pass without a graph is constant for second derivatives: torch would take both
-derivatives to be zero, without an error. The decorators of torch.compiler would import torch._dynamo, which takes two
-seconds in every command. On GPUs, torch.cumsum has other bits every time.
+Autocast does not reach inside custom operators, and their backward passes run outside of it. They
+drop forward-mode tangents, and the result of a backward pass without a graph is constant for second
+derivatives: torch would take both derivatives to be zero, without an error. The decorators of
+torch.compiler would import torch._dynamo, which takes two seconds in every command. On GPUs,
+torch.cumsum has other bits every time.
 """
 
 import itertools
@@ -23,11 +25,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 def operator(name: str) -> Any:
     """Do what torch.library.custom_op does, in a namespace where the name is free.
 
-    A second operator of the same name would free the first one's memory. A process may have this code twice: an
-    exported model, and a copy of it that transformers saved.
+    A second operator of the same name would free the first one's memory. A process may have this
+    code twice: an exported model, and a copy of it that transformers saved.
     """
-    spaces = itertools.chain(["log_gpt"], (f"log_gpt_{i}" for i in itertools.count(2)))
-    space = next(space for space in spaces if not hasattr(getattr(torch.ops, space), name))
+    space = "log_gpt"
+    for number in itertools.count(2):
+        if not hasattr(getattr(torch.ops, space), name):
+            break
+        space = f"log_gpt_{number}"
     return torch.library.custom_op(f"{space}::{name}", mutates_args=())
 
 
@@ -43,7 +48,7 @@ def disable(function: F) -> F:
 
 
 def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast to the type in which autocast computes matrix products; no-op without autocast, or in float64."""
+    """Cast to the type of autocast's matrix products; no-op without autocast, or in float64."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
         return tensors
@@ -56,7 +61,7 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 
 
 def in_chunks(x: Tensor, C: int, fill: float) -> Tensor:
-    """(..., T, D) -> (..., N, C, D), N = ceil(T / C): a view, unless the last chunk must be padded."""
+    """(..., T, D) -> (..., N, C, D), N = ceil(T / C): a view, unless a chunk must be padded."""
     missing = -x.shape[-2] % C
     if missing:
         x = pad(x, (0, 0, 0, missing), value=fill)
@@ -64,7 +69,8 @@ def in_chunks(x: Tensor, C: int, fill: float) -> Tensor:
 
 
 def refuse_transforms(operator: str, instead: str, *tensors: Tensor | None) -> None:
-    """Raise if a tensor has a forward-mode tangent or is differentiated by torch.func. Call it before the operator.
+    """Raise if a tensor has a forward-mode tangent or is differentiated by torch.func. Call it
+    before the operator.
 
     Args:
         operator: name for the message.
@@ -73,12 +79,11 @@ def refuse_transforms(operator: str, instead: str, *tensors: Tensor | None) -> N
     Raises:
         NotImplementedError: one line.
     """
-    if not torch.compiler.is_compiling() and any(
-        _is_transformed(x) for x in tensors if x is not None
-    ):
-        raise NotImplementedError(
-            f"{operator} has no forward-mode derivatives and none by torch.func: use {instead} for these"
-        )
+    if torch.compiler.is_compiling():
+        return
+    if any(_is_transformed(x) for x in tensors if x is not None):
+        lacks = f"{operator} has no forward-mode derivatives and none by torch.func"
+        raise NotImplementedError(f"{lacks}: use {instead} for these")
 
 
 def refuse_second_order(operator: str, instead: str) -> None:
@@ -102,16 +107,20 @@ def _is_transformed(x: Tensor) -> bool:
 
 
 def running_sum(x: Tensor, dim: int) -> Tensor:
-    """torch.cumsum; on GPUs with deterministic algorithms, where torch refuses it, log2(length) additions."""
+    """torch.cumsum; log2(length) additions where deterministic algorithms refuse it, on GPUs."""
     if x.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
         return x.cumsum(dim)
-    length, step = x.shape[dim], 1
+    length = x.shape[dim]
+    step = 1
     while step < length:
-        first, rest = x.narrow(dim, 0, step), x.narrow(dim, step, length - step)
-        x, step = torch.cat([first, rest + x.narrow(dim, 0, length - step)], dim), 2 * step
+        first = x.narrow(dim, 0, step)
+        rest = x.narrow(dim, step, length - step) + x.narrow(dim, 0, length - step)
+        x = torch.cat([first, rest], dim)
+        step *= 2
     return x
 
 
 def aligned(x: Tensor, n: int) -> Tensor:
-    """Append zeros to x (..., D) up to the first multiple of 8 that is at least n: torch's fused kernels need one."""
+    """Append zeros to x (..., D) up to the first multiple of 8 that is at least n: torch's fused
+    kernels need one."""
     return pad(x, (0, n + -n % 8 - x.shape[-1]))

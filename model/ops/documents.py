@@ -1,4 +1,5 @@
-"""The documents of windows of tokens, given starts (B, T), bool: where one starts. A window starts one in any case."""
+"""The documents of windows of tokens, given starts (B, T), bool: where one starts. A window starts
+one in any case."""
 
 import torch
 from torch import Tensor

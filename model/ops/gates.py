@@ -1,8 +1,9 @@
 """Forgetting inside a chunk, as factors of at most 1.
 
-Let a_t be the sum of a head's log_f over a chunk's tokens up to t. The term of key j has the factor exp(a_t - a_j) for
-query t, and the state before the chunk has exp(a_t). Sums start again in each chunk, so rounding does not grow with
-length. log_f = -inf is a reset: it is not added, but a mask separates the tokens before it from those after it.
+Let a_t be the sum of a head's log_f over a chunk's tokens up to t. The term of key j has the factor
+exp(a_t - a_j) for query t, and the state before the chunk has exp(a_t). Sums start again in each
+chunk, so rounding does not grow with length. log_f = -inf is a reset: it is not added, but a mask
+separates the tokens before it from those after it.
 """
 
 import math
@@ -14,7 +15,7 @@ from torch import Tensor
 from model.ops.custom import running_sum
 
 HEAD_REACH = {torch.float32: 1e8, torch.float64: 500.0}
-"""The most that a head may forget in a chunk: beyond, it is computed again (log_attention/exact.py)."""
+"""The most that a head may forget in a chunk: beyond, log_attention/exact.py computes it again."""
 _REACH = {torch.float32: 40.0, torch.float64: 500.0}
 """The same for factors that are products exp(a_t) exp(-a_j)."""
 
@@ -40,43 +41,43 @@ NO_GATES = Gates(None, None, None, None)
 
 
 def check_gates(log_f: Tensor, q: Tensor) -> None:
-    """Raise ValueError if gates do not fit queries q (B, H, T, d), or, on a CPU, are above 0 or NaN.
+    """Raise ValueError if gates do not fit queries q (B, H, T, d), or, on a CPU, are above 0 or
+    NaN.
 
     NaN is allowed if q is not finite: the result is not either, and training says at which step.
     """
-    if log_f.shape != (*q.shape[:3], 1):
-        raise ValueError(
-            f"log_f {tuple(log_f.shape)} must be {(*q.shape[:3], 1)}, one gate for a head's token"
-        )
+    shape = (*q.shape[:3], 1)
+    if log_f.shape != shape:
+        what = f"log_f {tuple(log_f.shape)} must be {shape}"
+        raise ValueError(f"{what}, one gate for a head's token")
     if log_f.device.type != "cpu" or torch.compiler.is_compiling():
         return
     highest = float(log_f.detach().amax())
-    if highest > 0 or (math.isnan(highest) and bool(q.isfinite().all())):
+    is_broken = math.isnan(highest) and bool(q.isfinite().all())
+    if highest > 0 or is_broken:
         raise ValueError(f"log_f has a maximum of {highest}: gates must be between -inf and 0")
 
 
 def gates_of(log_f: Tensor) -> Gates:
     """Return the factors of gates log_f (n, B, H, C, 1), in the accumulation type."""
+    dtype = log_f.dtype
     reset = resets_of(log_f)
-    a = running_sum(
-        without(log_f, reset).double(), -2
-    )  # large gates must not round small ones away
+    a = running_sum(without(log_f, reset).double(), -2)  # float32 would round small gates away
     last = a[..., -1:, :]
-    start, end, kept = (x.exp().to(log_f.dtype) for x in (a, last - a, last))
-    on_cpu = log_f.device.type == "cpu"
-    if (
-        on_cpu and last.amin() > -_REACH[log_f.dtype]
-    ):  # a product is faster than a difference and its exponential
-        within = start * (-a).exp().to(log_f.dtype).mT
+    start = a.exp().to(dtype)
+    end = (last - a).exp().to(dtype)
+    kept = last.exp().to(dtype)
+    if log_f.device.type == "cpu" and last.amin() > -_REACH[dtype]:
+        within = start * (-a).exp().to(dtype).mT  # faster than exponentials of differences
     else:
-        within = (
-            (a - a.mT).tril_().to(log_f.dtype).exp_()
-        )  # above the diagonal it would be infinite
+        within = (a - a.mT).tril_().to(dtype).exp_()  # above the diagonal it would be infinite
     if reset is not None:
-        segment = reset.cumsum(-2)
-        last = segment[..., -1:, :]
-        within = within * (segment == segment.mT)
-        start, end, kept = start * (segment == 0), end * (segment == last), kept * (last == 0)
+        n_resets = reset.cumsum(-2)  # up to each token
+        n_last = n_resets[..., -1:, :]
+        within = within * (n_resets == n_resets.mT)
+        start = start * (n_resets == 0)
+        end = end * (n_resets == n_last)
+        kept = kept * (n_last == 0)
     return Gates(within.tril(), start, end, kept)
 
 
@@ -99,23 +100,25 @@ def times(x: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def log_f_gradient(g_q: Tensor, g_k: Tensor, g_after: Tensor, log_f: Tensor) -> Tensor:
-    """Return the gradient of log_f (n, B, H, C, 1), given the gradients of q and k (n, B, H, C, d_k).
+    """Return the gradient of log_f (n, B, H, C, 1), given the gradients of q and k (n, B, H, C,
+    d_k).
 
-    A gate scales what later queries and the state after the chunk get from the keys before the gate. So its gradient is
-    the sum of g_q - g_k over features and over the tokens from the gate to the chunk's end, plus the sum of g_after.
+    A gate scales what later queries and the state after the chunk get from the keys before the
+    gate. So its gradient is the sum of g_q - g_k over features and over the tokens from the gate to
+    the chunk's end, plus the sum of g_after.
 
     Args:
-        g_after: (n, B, H, 1, d_k), the sum over value columns of the state after each chunk times its gradient.
+        g_after: (n, B, H, 1, d_k), the sum over value columns of the state after each chunk times
+            its gradient.
     """
-    g, g_after = (x.sum(-1, keepdim=True) for x in (g_q - g_k, g_after))
-    g = running_sum(g.flip(-2), -2).flip(-2).add_(g_after)
+    g = (g_q - g_k).sum(-1, keepdim=True)
+    g = running_sum(g.flip(-2), -2).flip(-2).add_(g_after.sum(-1, keepdim=True))
     return without(g, resets_of(log_f))
 
 
 def forgotten(log_f: Tensor) -> Tensor:
-    """Sum of log_f (B, H, T, 1) over the tokens after j up to t, for every pair: (B, H, T, T, 1), 0 for j >= t."""
+    """Sum of log_f (B, H, T, 1) over the tokens after j up to t, for every pair: (B, H, T, T, 1), 0
+    for j >= t."""
     T = log_f.shape[2]
-    later = torch.ones(T, T, dtype=torch.bool, device=log_f.device).tril(
-        -1
-    )  # gate i counts for keys j < i
-    return log_f.unsqueeze(3).where(later.unsqueeze(-1), 0).cumsum(2)
+    is_later = log_f.new_ones(T, T, dtype=torch.bool).tril(-1)  # gate i counts for keys j < i
+    return log_f.unsqueeze(3).where(is_later.unsqueeze(-1), 0).cumsum(2)

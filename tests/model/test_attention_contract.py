@@ -25,7 +25,7 @@ from model.attention.base import AttentionSettings, Forgetting
 from model.attention.log_space import LogSpaceSignedConfig
 from model.gpt import GPT, GPTConfig
 from model.position import Positions, RotaryPosition
-from model.state import cat_states, restored, select_rows, state_bytes, stretched, tensors_of
+from model.state import cat_states, lengthened, restored, select_rows, state_bytes, tensors_of
 
 N_EMBD, N_HEAD, HEAD_DIM = 24, 4, 6
 OWN = {  # settings with which short texts meet what sets a mechanism apart; all others: its defaults
@@ -322,7 +322,7 @@ def test_a_stretched_state_has_the_shapes_of_a_real_one(case, position):
     gpt = gpt_of(attention=case, position={"name": position})
     text = ids(155)  # ends all but one of a block of "fixed", which keeps all of it
     short, real = (gpt(text[:, :n], return_state=True)[1] for n in (80, 155))
-    made = stretched(gpt, short, 155)
+    made = lengthened(gpt, short, 155)
     assert shapes(made) == shapes(real)
     assert state_bytes(made) == state_bytes(real)
     after = [gpt(text[:, :1], state, return_state=True)[1] for state in (made, real)]
@@ -558,7 +558,7 @@ def test_a_name_in_a_pattern_is_the_models_own_attention_or_the_defaults():
         ),
         (
             {"attention_pattern": ["softmax", {"name": "fixed", "size": 6, "width": 7}]},
-            "config attention_pattern.1: width=7 is more than a block has: use 1 to size=6",
+            "config attention_pattern.1: width=7 is more than an interval has: use 1 to size=6",
         ),
         ({"attention": {"size": 6}}, "config key 'attention.name' is missing"),
         ({"attention": {"name": "linear", "norm": True}}, "attention.norm=True was removed: leave it out, or use"),

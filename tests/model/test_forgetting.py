@@ -1,4 +1,4 @@
-"""Attention with gates: states that merge, long texts, wrong input.
+"""Attention with gates: long texts, wrong input.
 
 Gates beside the definition are in test_log_attention.py, of all kinds in test_log_attention_fuzz.py, and resets, too,
 in test_log_attention_range.py.
@@ -15,7 +15,7 @@ from model.attention.log_space import LogSpaceConfig
 from model.attention.softmax import SoftmaxConfig
 from model.ops.custom import as_autocast
 from model.ops.linear_attention import linear_attention, naive_linear_attention
-from model.ops.log_attention import BACKENDS, log_attention, merge_states
+from model.ops.log_attention import BACKENDS, log_attention
 from model.ops.sparse_attention import attend
 from model.ops.sparse_attention.naive import masked_attention
 from model.ops.sparse_attention.patterns import CAUSAL, document_pattern_mask
@@ -27,35 +27,6 @@ def inputs(T, dtype=torch.float64, d_k=5, d_v=7, H=3):
     generator = torch.Generator().manual_seed(T)
     q, k, log_v, z = (torch.randn(2, H, T, d, generator=generator, dtype=dtype) for d in (d_k, d_k, d_v, 1))
     return [x.requires_grad_() for x in (q, k, log_v, torch.nn.functional.logsigmoid(z + 1))]
-
-
-@pytest.mark.parametrize("gates", [True, False])
-def test_states_merge_associatively(gates):
-    tensors = [x.detach() for x in inputs(90)]
-    tensors[3] *= gates
-    cuts = [(0, 20), (20, 61), (61, 90)]
-    (_, a), (_, b), (_, c) = (log_attention(*(x[:, :, i:j] for x in tensors), return_state=True) for i, j in cuts)
-    of_b, of_c, of_bc = (tensors[3][:, :, i : 90 if j == 90 else j].sum(2) for i, j in [(20, 61), (61, 90), (20, 90)])
-    left = merge_states(merge_states(a, b, of_b), c, of_c)
-    right = merge_states(a, merge_states(b, c, of_c), of_bc if gates else None)
-    _, whole = log_attention(*tensors, return_state=True)
-    torch.testing.assert_close(tuple(left), tuple(right), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(tuple(left), tuple(whole), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("d_v", "log_f", "message"),
-    [
-        (6, None, r"states with log_s and log_z \[\(2, 3, 5, 7\), .* and \[\(2, 3, 5, 6\), .* do not match"),
-        (7, torch.zeros(2, 3, 5), r"log_f_of_second \(2, 3, 5\) must be \(2, 3, 1\)"),
-        (7, torch.full((2, 3, 1), 0.5), "log_f_of_second has a maximum of 0.5: it must be at most 0"),
-        (7, torch.full((2, 3, 1), torch.nan), "log_f_of_second has a maximum of nan"),
-    ],
-)
-def test_states_that_do_not_fit_are_refused(d_v, log_f, message):
-    first, second = (log_attention(*inputs(9, d_v=d)[:3], return_state=True)[1] for d in (7, d_v))
-    with pytest.raises(ValueError, match=message):
-        merge_states(first, second, log_f)
 
 
 def test_the_gradient_of_gates_does_not_lose_digits_in_a_long_text():

@@ -405,8 +405,8 @@ def test_bad_settings_are_refused(config, raw, message):
 )
 def test_what_does_not_go_together_is_refused(config, n_head, message):
     with pytest.raises(ValueError, match=message):
-        config.check(n_head, 2)
+        config.check(n_head, 2, None)
 
 
 def test_one_head_attends_to_both_sets():
-    StridedConfig(name="strided", merge=True).check(1, 8)
+    StridedConfig(name="strided", merge=True).check(1, 8, None)

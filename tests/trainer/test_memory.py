@@ -185,7 +185,7 @@ def allocated_peak(gpt, dtype, accumulated=True):
 )
 def test_the_peak_is_what_torch_allocates(attention, block, changes, dtype, accumulated, monkeypatch):
     monkeypatch.setitem(linear_cross_entropy.CHUNK, "cpu", 2**25)
-    monkeypatch.setattr(chunks, "BLOCK", 2**16)  # some MB for an operator at work, which count in small models only
+    monkeypatch.setattr(chunks, "STEP", 2**16)  # some MB for an operator at work, which count in small models only
     config = config_of(attention, block, **changes)
     predicted = step_memory(on_meta(config), B, T, runtime(dtype)).peak
     assert predicted == pytest.approx(allocated_peak(GPT(config), dtype, accumulated), rel=0.15)

@@ -12,7 +12,7 @@ from torch import Tensor
 from common.settings import UserError
 from model.gpt import GPT, GPTConfig
 from model.graphs import DecodingStep
-from model.state import repeated_columns, state_bytes, stretched
+from model.state import lengthened, repeated_columns, state_bytes
 from tools.bench.harness import Row, in_turn, profiled, timed
 from tools.bench.train import config_of
 from trainer.runtime import open_runtime
@@ -50,7 +50,7 @@ def measure(options: Any) -> dict[str, list[Row]]:
             torch.zeros(1, READ, dtype=torch.int64, device=options.device), return_state=True
         )
         for at in positions:
-            long = stretched(gpt, state, at)
+            long = lengthened(gpt, state, at)
             decoders[name, at], sizes[name, at] = (
                 ours(DecodingStep(gpt, 1), long),
                 state_bytes(long),

@@ -1,7 +1,9 @@
-"""Cross-entropy of a linear layer's output without all logits in memory, which would be most of a step's memory.
+"""Cross-entropy of a linear layer's output without all logits in memory, which would be most of a
+step's memory.
 
-The loss is a sum over tokens, so a token's gradient is known as soon as its logits are: softmax(logits), less 1 at the
-target. The forward pass does this for some tokens at a time, and the backward pass only scales the result.
+The loss is a sum over tokens, so a token's gradient is known as soon as its logits are:
+softmax(logits), less 1 at the target. The forward pass does this for some tokens at a time, and the
+backward pass only scales the result.
 """
 
 from typing import Any
@@ -19,51 +21,53 @@ from model.ops.custom import (
 )
 from model.ops.kernels import choose_form
 
-_ITSELF, _OTHER = "summed_loss", "token_losses(...).sum()"
+# The operator, and the form that has all derivatives.
+_NAMES = "summed_loss", "token_losses(...).sum()"
 CHUNK = {"cpu": 2**27, "cuda": 2**30}  # bytes of logits at a time: a GPU needs enough work
-# Plain torch computes them in float32 in this many parts, one after the other: small parts, for a CPU's cache.
-PARTS = {"cpu": 128, "cuda": 16}
+# Plain torch computes them in float32 in this many chunks, one after the other: small ones, for a
+# CPU's cache.
+ROW_CHUNKS = {"cpu": 128, "cuda": 16}
 SHAPES = ((1, 1, None), (3, 257, 2.0), (4, 4196, None), (2, 12288, 30.0))
 """Tokens, vocabulary, cap: vocabularies of less than a block, of one and a part, and of three."""
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """cap tanh(logits / cap), or the logits without a cap (Gemma 2, arXiv 2408.00118, section 2)."""
+    """cap tanh(logits / cap), or the logits without a cap (Gemma 2, arXiv 2408.00118)."""
     return logits if cap is None else (logits / cap).tanh() * cap
 
 
 def token_losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float | None = None) -> Tensor:
-    """Cross-entropy in nats of capped(x @ weight.T), (N,), float32 or float64; 0 for negative targets.
+    """Cross-entropy in nats of capped(x @ weight.T), (N,), float32 or float64; 0 for negative
+    targets.
 
     Args:
         x: (N, D).
         weight: (V, D).
         targets: (N,), from 0 to V - 1.
     """
+    size = _tokens(weight, 2)
     losses = []
-    for x_n, target in zip(
-        *(tensor.split(_tokens(weight, 2)) for tensor in (x, targets)), strict=True
-    ):
+    for x_n, target in zip(x.split(size), targets.clamp(min=-1).split(size), strict=True):
         logits = x_n @ weight.T
         logits = capped(logits.to(accumulation_dtype(logits)), cap)
-        losses.append(
-            cross_entropy(logits, target.clamp(min=-1), ignore_index=-1, reduction="none")
-        )
+        losses.append(cross_entropy(logits, target, ignore_index=-1, reduction="none"))
     return torch.cat(losses)
 
 
 def summed_loss(
     x: Tensor, weight: Tensor, targets: Tensor, cap: float | None = None, *, backend: str = "auto"
 ) -> Tensor:
-    """Sum of `token_losses`. Gradients are computed in the forward pass, so there can be only one backward pass.
+    """Sum of `token_losses`. Gradients are computed in the forward pass, so there can be only one
+    backward pass.
 
     Args:
-        backend: "chunked", "triton" (a kernel, see docs/kernels.md), or "auto": "triton" on GPUs that support it.
+        backend: "chunked", "triton" (a kernel, see docs/kernels.md), or "auto": "triton" on GPUs
+            that support it.
 
     Raises:
         ValueError: the backend does not exist or is not supported here.
     """
-    refuse_transforms(_ITSELF, _OTHER, x, weight)
+    refuse_transforms(*_NAMES, x, weight)
     (x,) = as_autocast(x)
     backend = choose_form("the loss", backend, [*_FORMS], x)
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
@@ -88,15 +92,15 @@ def _summed_loss(
     size = _tokens(weight)
     with torch.autocast(x.device.type, enabled=False):
         for n in range(0, max(1, len(x)), size):
-            part = slice(n, n + size)
-            logits = x[part] @ weight.T
-            loss += _FORMS[backend](logits, targets[part], n_vocab, wanted, cap).sum()
+            chunk = slice(n, n + size)
+            logits = x[chunk] @ weight.T
+            loss += _FORMS[backend](logits, targets[chunk], n_vocab, wanted, cap).sum()
             if wanted:
-                g_x[part] = logits @ weight
+                g_x[chunk] = logits @ weight
                 if g_weight.dtype == x.dtype:
-                    g_weight.addmm_(logits.T, x[part])
+                    g_weight.addmm_(logits.T, x[chunk])
                 else:
-                    g_weight += logits.T @ x[part]
+                    g_weight += logits.T @ x[chunk]
             del logits  # before the next ones are allocated
     return loss, g_x, g_weight[:n_vocab]
 
@@ -104,30 +108,34 @@ def _summed_loss(
 def _by_torch(
     logits: Tensor, targets: Tensor, n_vocab: int, wanted: bool, cap: float | None
 ) -> Tensor:
-    """Losses of some tokens, (n,); if wanted, the gradient of their logits (n, V) replaces these, as in the kernel.
+    """Losses of some tokens, (n,); if wanted, the gradient of their logits (n, V) replaces these,
+    as in the kernel.
 
-    Some rows at a time, so that what is computed of them in float32 takes little memory, and stays in a CPU's cache.
+    Some rows at a time, so that what is computed of them in float32 takes little memory, and stays
+    in a CPU's cache.
     """
     acc = accumulation_dtype(logits)
-    size, losses = _tokens(logits.T, PARTS.get(logits.device.type, PARTS["cuda"])), []
-    for rows, target in zip(logits.split(size), targets.split(size), strict=True):
-        target, seen = target.clamp(min=0).unsqueeze(1), (target >= 0).unsqueeze(1)
+    size = _tokens(logits.T, ROW_CHUNKS.get(logits.device.type, ROW_CHUNKS["cuda"]))
+    losses = []
+    for rows, row_targets in zip(logits.split(size), targets.split(size), strict=True):
+        target = row_targets.clamp(min=0).unsqueeze(1)
+        counts = (row_targets >= 0).unsqueeze(1)
         z = capped(rows.to(acc), cap)
         log_p = z.log_softmax(1)
-        losses.append(-(log_p.gather(1, target) * seen).squeeze(1))
+        losses.append(-(log_p.gather(1, target) * counts).squeeze(1))
         if wanted:
             g = log_p.exp_().scatter_add_(1, target, -torch.ones_like(target, dtype=acc))
-            torch.mul(g, seen if cap is None else seen * (1 - (z / cap).square()), out=rows)
+            slope = counts if cap is None else counts * (1 - (z / cap).square())
+            torch.mul(g, slope, out=rows)
     return torch.cat(losses)
 
 
 def _by_triton(
     logits: Tensor, targets: Tensor, n_vocab: int, wanted: bool, cap: float | None
 ) -> Tensor:
-    """As `_by_torch`, for logits of more than n_vocab columns: the gradient of what is beyond them is 0."""
-    from model.ops.linear_cross_entropy.triton import (
-        cross_entropy_,
-    )  # importing triton is slow, and it may be missing
+    """As `_by_torch`, for logits of n_vocab columns or more: gradients of the rest are 0."""
+    # Importing triton is slow, and it may be missing.
+    from model.ops.linear_cross_entropy.triton import cross_entropy_
 
     return cross_entropy_(logits, targets, n_vocab, wanted, cap)
 
@@ -135,11 +143,10 @@ def _by_triton(
 _FORMS = {"chunked": _by_torch, "triton": _by_triton}
 
 
-def _tokens(weight: Tensor, share: int = 1) -> int:
-    """Tokens at a time, for a weight of (V, D)."""
-    return max(
-        1, CHUNK.get(weight.device.type, CHUNK["cuda"]) // (share * len(weight) * weight.itemsize)
-    )
+def _tokens(weight: Tensor, n_chunks: int = 1) -> int:
+    """Tokens of a chunk, or of an n-th of one, for a weight of (V, D)."""
+    n_bytes = CHUNK.get(weight.device.type, CHUNK["cuda"])
+    return max(1, n_bytes // (n_chunks * len(weight) * weight.itemsize))
 
 
 def _empty_results(x: Tensor, weight: Tensor, wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,13 +166,14 @@ def _(
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, g_x, g_weight = output
-    ctx.dtype, ctx.used = inputs[1].dtype, False
+    ctx.dtype = inputs[1].dtype
+    ctx.used = False
     ctx.save_for_backward(g_x, g_weight)
     ctx.mark_non_differentiable(g_x, g_weight)
 
 
 def _backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    refuse_second_order(_ITSELF, _OTHER)
+    refuse_second_order(*_NAMES)
     if ctx.used:  # saved_tensors would only report a change in place
         raise RuntimeError("summed_loss allows a single backward pass: call it again for another")
     g_x, g_weight = ctx.saved_tensors

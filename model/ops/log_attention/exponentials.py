@@ -1,8 +1,9 @@
-"""Exponentials that are at most 1, because each is divided by a power of two, the frame of its chunk.
+"""Exponentials that are at most 1, because each is divided by a power of two, the frame of its
+chunk.
 
-exp(x) is mantissa x 2^exponent, the exponent a multiple of 64 that is 0 for |x| < 22. A frame is a power of two, so
-scaling by it changes no bit of the mantissa: a later token can change the frame of its chunk without changing the
-results of earlier tokens, as long as nothing underflows.
+exp(x) is mantissa x 2^exponent, the exponent a multiple of 64 that is 0 for |x| < 22. A frame is a
+power of two, so scaling by it changes no bit of the mantissa: a later token can change the frame of
+its chunk without changing the results of earlier tokens, as long as nothing underflows.
 """
 
 import math
@@ -18,27 +19,30 @@ from model.ops.gates import HEAD_REACH, NO_GATES, Gates, gates_of, resets_of, wi
 from model.ops.log_attention.chunks import CHUNK, maxima, split
 
 LN2 = math.log(2)
-# ln 2 in two parts: the first has 4 bits, so that its multiples below FAR are exact in float32.
+# ln 2 as a sum of two: the first has 4 bits, so that its multiples below FAR are exact in float32.
 _LN2_HIGH = 11 / 16
 _LN2_LOW = LN2 - _LN2_HIGH
 _GRID = 64
-# 64 ln 2 in two parts: the first has 8 bits, so that all multiples of it below FAR are exact in float32.
+# 64 ln 2 as a sum of two: the first has 8 bits, so that all multiples of it below FAR are exact in
+# float32.
 _GRID_HIGH = math.floor(_GRID * LN2 * 4) / 4
 _GRID_LOW = _GRID * LN2 - _GRID_HIGH
-# Frames end here, because the steps of larger numbers are all rounding. What is below -FAR, such as a mask of -1e30,
-# gets the frame -FAR and becomes 0. What is above FAR gets the frame 8 FAR: it and all that shares this frame become 0.
+# Frames end here, because the steps of larger numbers are all rounding. What is below -FAR, such as
+# a mask of -1e30, gets the frame -FAR and becomes 0. What is above FAR gets the frame 8 FAR: it and
+# all that shares this frame become 0.
 FAR = {torch.float32: 2.0**20, torch.float64: 2.0**40}
-# Two frames below it and a mantissa between 2^-32 and 2^32 may be multiplied in any order: float32 ends at 2^127.
+# Two frames below it and a mantissa between 2^-32 and 2^32 may be multiplied in any order: float32
+# ends at 2^127.
 _SMALL = 45
 
-# A sum of terms at most 1 that is at least this large has lost to underflow nothing that matters: at most the smallest
-# normal number (1.2e-38) for each term, which is 1e-10 of the sum for 10,000 terms.
+# A sum of terms at most 1 that is at least this large has lost to underflow nothing that matters:
+# at most the smallest normal number (1.2e-38) for each term, which is 1e-10 of the sum for 10,000
+# terms.
 CERTAIN = {torch.float32: 1e-24, torch.float64: 1e-280}
-_NEAR = 16  # binary digits by which frames before and after a reset may differ so that one will do for both
-_LARGEST_STEP = {
-    torch.float32: 20,
-    torch.float64: 33,
-}  # binary digits by which the frame of a chunk may shrink
+# Binary digits by which frames before and after a reset may differ so that one will do for both.
+_NEAR = 16
+_LARGEST_STEP = {torch.float32: 20, torch.float64: 33}
+"""Binary digits by which the frame of a chunk may shrink."""
 
 
 class Inputs(NamedTuple):
@@ -55,174 +59,206 @@ class Inputs(NamedTuple):
     log_s: Tensor
     """(B, H, d_k, E), in the accumulation type."""
 
-    def each(self, function: Callable[[Tensor], Tensor]) -> "Inputs":
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Inputs":
         """Apply a function to each tensor."""
         return Inputs._make(None if x is None else function(x) for x in self)
 
-    def of(self, batch: slice) -> "Inputs":
+    def select(self, batch: slice) -> "Inputs":
         """Select elements of the batch."""
-        return self.each(lambda x: x[batch])
+        return self.map(lambda x: x[batch])
 
 
 class Frames(NamedTuple):
-    """Exponents of the powers of two that scale the exponentials of N chunks: whole numbers, 0 where unknown.
+    """Exponents of the powers of two that scale the exponentials of N chunks: whole numbers, 0
+    where unknown.
 
-    Sums before a reset and after it have no terms in common, so their frames may be as far apart as their terms are.
+    Sums before a reset and after it have no terms in common, so their frames may be as far apart as
+    their terms are.
     """
 
     key: Tensor
-    """(N, B, H, 1, d_k); -inf if all keys so far are -inf. (N, B, H, C, d_k) where frames change within a chunk."""
+    """(N, B, H, 1, d_k); -inf if all keys so far are -inf. (N, B, H, C, d_k) where frames change
+    within a chunk."""
     value: Tensor
     """(N, B, H, 1, E), or (N, B, H, C, E)."""
     factor: Tensor
-    """(N, B, H, d_k, E), N - 1 with all chunks: from M after a chunk to M in the frame of the next one."""
+    """(N, B, H, d_k, E), N - 1 with all chunks: from M after a chunk to M in the frame of the next
+    one."""
     last: Tensor
     """(B, H, d_k, E): of M after the last chunk."""
-    C: int | None
-    """Tokens of a chunk; None if all tokens are one."""
+    C: int
+    """Tokens of a chunk."""
     chunks: slice
     """The indices of these chunks."""
-    apart: tuple[bool, bool]
-    """Whether frames of keys, and of values, change at the resets within a chunk."""
+    keys_differ: bool
+    """Whether frames of keys change at the resets within a chunk."""
+    values_differ: bool
+    """Whether frames of values do."""
     lost: Tensor | None
-    """(B, H): with gates, whether a head forgets so much in a chunk that numbers overflow or underflow."""
+    """(B, H): with gates, whether a head forgets so much in a chunk that numbers overflow or
+    underflow."""
 
     def at(self, inputs: Inputs, tokens: slice, chunks: slice) -> "Frames":
         """Return the frames of some chunks, given both their tokens and their numbers."""
-        key, value = self.key[chunks], self.value[chunks]
-        if any(self.apart) and inputs.log_f is not None:
+        key = self.key[chunks]
+        value = self.value[chunks]
+        reset = None
+        if inputs.log_f is not None and (self.keys_differ or self.values_differ):
             reset = resets_of(self.split(inputs.log_f[:, :, tokens], 0.0))
-            k, log_v = (self.split(x[:, :, tokens], -torch.inf) for x in (inputs.k, inputs.log_v))
-            if reset is not None and self.apart[0]:
-                key = _at_tokens(key, k, reset)
-            if reset is not None and self.apart[1]:
-                value = finite(_at_tokens(value, pad(log_v, (0, 1)), reset))
+        if reset is not None and self.keys_differ:
+            k = self.split(inputs.k[:, :, tokens], -torch.inf)
+            key = _at_tokens(key, k, reset)
+        if reset is not None and self.values_differ:
+            log_v = self.split(inputs.log_v[:, :, tokens], -torch.inf)
+            value = finite(_at_tokens(value, pad(log_v, (0, 1)), reset))
         return self._replace(key=key, value=value, factor=self.factor[chunks], chunks=chunks)
 
     def split(self, x: Tensor, fill: float) -> Tensor:
-        """Split tokens (B, H, t, D) into these chunks, in the accumulation type: (n, B, H, C, D)."""
-        return split(x.to(self.value.dtype), self.C or x.shape[2], fill)
+        """Split tokens (B, H, t, D) into these chunks (n, B, H, C, D), for sums."""
+        return split(x.to(self.value.dtype), self.C, fill)
 
 
-def frames_of(inputs: Inputs, causal: bool) -> Frames:
-    """Return the frames of all chunks (one chunk if not causal), including the state's tokens as far as known."""
-    C = min(CHUNK, inputs.k.shape[2]) if causal else inputs.k.shape[2]
-    log_s, log_z = inputs.log_s, inputs.log_s[..., -1]  # (B, H, d_k, E), (B, H, d_k)
-    mean = (log_s[..., :-1] - finite(log_s[..., -1:])).amax(
-        2
-    )  # (B, H, E - 1): of log_v, over the state's tokens
-    kept = reset = lost = None
+def frames_of(inputs: Inputs) -> Frames:
+    """Return the frames of all chunks, including the state's tokens as far as known."""
+    C = min(CHUNK, inputs.k.shape[2])
+    log_s = inputs.log_s  # (B, H, d_k, E)
+    log_z = log_s[..., -1]  # (B, H, d_k)
+    # Of log_v, over the state's tokens: (B, H, E - 1).
+    mean = (log_s[..., :-1] - finite(log_s[..., -1:])).amax(2)
+    kept = None
+    reset = None
     if inputs.log_f is not None:
-        f = split(inputs.log_f.to(log_s.dtype), C, 0.0)  # (N, B, H, C, 1)
-        reset = resets_of(f)
-        kept = without(f, reset).sum(3)  # (N, B, H, 1)
-    key, key_end, key_apart = _starts_and_ends(log_z, inputs.k, C, kept, reset)
-    value, value_end, value_apart = _starts_and_ends(mean, inputs.log_v, C, None, reset)
-    value, value_end = (pad(x, (0, 1)) for x in (value, value_end))  # the normalizer's column is 0
-    steps = key_end[:-1] - finite(key[1:])
-    factor = torch.exp2(steps).unsqueeze(-1) * torch.exp2(
-        value_end[:-1] - finite(value[1:])
-    ).unsqueeze(-2)
+        log_f = split(inputs.log_f.to(log_s.dtype), C, 0.0)  # (N, B, H, C, 1)
+        reset = resets_of(log_f)
+        kept = without(log_f, reset).sum(3)  # (N, B, H, 1)
+    keys = _ends_of(log_z, inputs.k, C, kept, reset)
+    values = _ends_of(mean, inputs.log_v, C, None, reset)
+    value_start = finite(pad(values.start, (0, 1)))  # the normalizer's column is 0
+    value_end = pad(values.end, (0, 1))
+    key_steps = keys.end[:-1] - finite(keys.start[1:])
+    value_steps = value_end[:-1] - value_start[1:]
+    lost = None
     if kept is not None:
-        # What a chunk's keys lost to underflow grows with the frame's steps: it must stay far below CERTAIN.
-        lost = (steps > _LARGEST_STEP[steps.dtype]).any(-1).any(0) | (
-            kept < -HEAD_REACH[kept.dtype]
-        ).any(-1).any(0)
-    last = key_end[-1].unsqueeze(-1) + finite(value_end[-1]).unsqueeze(-2)
-    own_C, chunks, apart = (
-        C if causal else None,
-        slice(None if causal else 1),
-        (key_apart, value_apart),
-    )
+        # What a chunk's keys lost to underflow grows with the frame's steps: it must stay far below
+        # CERTAIN.
+        shrinks = (key_steps > _LARGEST_STEP[key_steps.dtype]).any(-1).any(0)
+        forgets = (kept < -HEAD_REACH[kept.dtype]).any(-1).any(0)
+        lost = shrinks | forgets
     return Frames(
-        key.unsqueeze(3), finite(value).unsqueeze(3), factor, last, own_C, chunks, apart, lost
+        key=keys.start.unsqueeze(3),
+        value=value_start.unsqueeze(3),
+        factor=torch.exp2(key_steps).unsqueeze(-1) * torch.exp2(value_steps).unsqueeze(-2),
+        last=keys.end[-1].unsqueeze(-1) + finite(value_end[-1]).unsqueeze(-2),
+        C=C,
+        chunks=slice(None),
+        keys_differ=keys.differ,
+        values_differ=values.differ,
+        lost=lost,
     )
 
 
-def _starts_and_ends(
-    before: Tensor, x: Tensor, C: int, kept: Tensor | None, reset: Tensor | None
-) -> tuple[Tensor, Tensor, bool]:
-    """Return the frames of tokens x (B, H, T, D) at each chunk's start and end (N, B, H, D), and whether they differ.
+class _Ends(NamedTuple):
+    """The frames of keys or values at both ends of each chunk."""
+
+    start: Tensor
+    """(N, B, H, D)."""
+    end: Tensor
+    """(N, B, H, D)."""
+    differ: bool
+    """Whether frames change within a chunk."""
+
+
+def _ends_of(before: Tensor, x: Tensor, C: int, kept: Tensor | None, reset: Tensor | None) -> _Ends:
+    """Return the frames of tokens x (B, H, T, D).
 
     Args:
         before: (B, H, D), the largest logarithm in the state.
-        kept: (N, B, H, 1), what gates keep of earlier tokens in a chunk, apart from resets; None: all.
+        kept: (N, B, H, 1), what gates keep of earlier tokens in a chunk, apart from resets; None:
+            all.
         reset: (N, B, H, C, 1), which tokens are resets.
     """
     top = maxima(x, C).to(before.dtype)  # (N, B, H, D)
     if reset is None:
-        first = last = top
-    else:  # what is before the first reset, and after the last one
-        with_reset = reset.any(3).squeeze(-1)  # (N, B, H)
-        tops = _tops(
-            split(x, C, -torch.inf)[with_reset].to(before.dtype),
-            segment := reset.cumsum(3)[with_reset],
-        )
-        first, last = top.clone(), top.clone()
-        first[with_reset] = tops[:, 0]
-        last[with_reset] = tops.gather(1, segment[:, -1:].expand(-1, -1, x.shape[3])).squeeze(1)
-        kept = torch.zeros_like(top[..., :1]) if kept is None else kept
-        kept = kept.masked_fill(reset.any(3), -torch.inf)
+        start = _starts(before, top, top, kept)
+        return _Ends(start, start, False)
+    has_reset = reset.any(3)  # (N, B, H, 1)
+    with_reset = has_reset.squeeze(-1)
+    n_resets = reset.cumsum(3)[with_reset]  # before each token and at it: (R, C, 1)
+    tops = _tops(split(x, C, -torch.inf)[with_reset].to(before.dtype), n_resets)
+    first = top.clone()  # what is before the first reset
+    first[with_reset] = tops[:, 0]
+    last = top.clone()  # what is after the last one
+    of_last = n_resets[:, -1:].expand(-1, -1, x.shape[3])
+    last[with_reset] = tops.gather(1, of_last).squeeze(1)
+    if kept is None:
+        kept = torch.zeros_like(top[..., :1])
+    start = _starts(before, first, last, kept.masked_fill(has_reset, -torch.inf))
+    # Infinite, or NaN, where there are no terms.
+    distance = start[with_reset].unsqueeze(1) - frame_above(tops / LN2)
+    is_far = distance.isfinite() & (distance.abs() > _NEAR)
+    differ = bool(is_far.any())
+    end = frame_above(last / LN2)
+    if not differ:
+        start = torch.maximum(start, frame_above(top / LN2))
+        end = torch.where(end > -torch.inf, start, end)
+    return _Ends(start, torch.where(has_reset, end, start), differ)
+
+
+def _starts(before: Tensor, first: Tensor, last: Tensor, kept: Tensor | None) -> Tensor:
+    """Return the frames at each chunk's start (N, B, H, D)."""
     left = torch.cat([before[None], last])  # (1 + N, B, H, D)
     if kept is None:
         left = left.cummax(0).values
     else:
-        passed = pad(running_sum(kept.double().clamp(min=-1e9), 0), (0, 0) * 3 + (1, 0))
-        left = passed + (left - passed).cummax(0).values
-    start = frame_above(torch.maximum(left[:-1], first).to(before.dtype) / LN2)
-    if reset is None:
-        return start, start, False
-    distance = start[with_reset].unsqueeze(1) - frame_above(
-        tops / LN2
-    )  # infinite, or NaN, where there are no terms
-    apart = bool((distance.isfinite() & (distance.abs() > _NEAR)).any())
-    end = frame_above(last / LN2)
-    if not apart:
-        start = torch.maximum(start, frame_above(top / LN2))
-        end = torch.where(end > -torch.inf, start, end)
-    return start, torch.where(reset.any(3), end, start), apart
+        total = running_sum(kept.double().clamp(min=-1e9), 0)
+        total = pad(total, (0, 0) * 3 + (1, 0))
+        left = total + (left - total).cummax(0).values
+    return frame_above(torch.maximum(left[:-1], first).to(before.dtype) / LN2)
 
 
-def _tops(x: Tensor, segment: Tensor) -> Tensor:
-    """Return the largest of x (..., C, D) in each segment (..., S, D), where `segment` (..., C, 1) counts from 0."""
-    S = 1 + int(segment.amax()) if len(x) else 1
-    tops = x.new_full((*x.shape[:-2], S, x.shape[-1]), -torch.inf)
-    return tops.scatter_reduce_(-2, segment.expand_as(x), x, "amax")
+def _tops(x: Tensor, n_resets: Tensor) -> Tensor:
+    """Return the largest of x (..., C, D) between resets (..., R, D), given the resets up to each
+    token (..., C, 1)."""
+    R = 1
+    if len(x):
+        R += int(n_resets.amax())
+    tops = x.new_full((*x.shape[:-2], R, x.shape[-1]), -torch.inf)
+    return tops.scatter_reduce_(-2, n_resets.expand_as(x), x, "amax")
 
 
 def _at_tokens(start: Tensor, x: Tensor, reset: Tensor) -> Tensor:
-    """Return the frames of tokens x (n, B, H, C, D): `start` (n, B, H, 1, D) before a reset, else their segment's."""
-    segment = reset.cumsum(3)
-    frames = frame_above(_tops(x, segment) / LN2)
+    """Return the frames of tokens x (n, B, H, C, D): `start` (n, B, H, 1, D) before the first
+    reset, else their own."""
+    n_resets = reset.cumsum(3)
+    frames = frame_above(_tops(x, n_resets) / LN2)
     frames[..., :1, :] = start
-    return frames.gather(3, segment.expand_as(x))
+    return frames.gather(3, n_resets.expand_as(x))
 
 
 def gates_at(inputs: Inputs, tokens: slice, frames: Frames) -> Gates:
     """Return the factors of the gates."""
-    return (
-        NO_GATES
-        if inputs.log_f is None
-        else gates_of(frames.split(inputs.log_f[:, :, tokens], 0.0))
-    )
+    if inputs.log_f is None:
+        return NO_GATES
+    return gates_of(frames.split(inputs.log_f[:, :, tokens], 0.0))
 
 
 def queries(inputs: Inputs, tokens: slice, frames: Frames) -> Tensor:
     """e_q (n, B, H, C, d_k), between 0 and about 1; 1 for padding, so that its sums are certain."""
     q = frames.split(inputs.q[:, :, tokens], 0.0)
-    row = frame_above(
-        torch.add(frames.key, q, alpha=1 / LN2).amax(-1, keepdim=True)
-    )  # (n, B, H, C, 1)
+    largest = torch.add(frames.key, q, alpha=1 / LN2).amax(-1, keepdim=True)
+    row = frame_above(largest)  # (n, B, H, C, 1)
     far = FAR[q.dtype]  # a key above it has the frame 8 far, and e_q is 0 for it, too
-    beyond = torch.maximum(row, frames.key.amax(-1, keepdim=True)) > far
-    return scaled_exp(q, finite(row).masked_fill(beyond, 16 * far), -frames.key)
+    is_beyond = torch.maximum(row, frames.key.amax(-1, keepdim=True)) > far
+    return scaled_exp(q, finite(row).masked_fill(is_beyond, 16 * far), -frames.key)
 
 
 def keys_and_values(inputs: Inputs, tokens: slice, frames: Frames) -> tuple[Tensor, Tensor]:
-    """e_k (n, B, H, C, d_k) and e_v (n, B, H, C, E), between 0 and about 1; e_v's last column is 1."""
-    e_k = scaled_exp(frames.split(inputs.k[:, :, tokens], -torch.inf), finite(frames.key))
+    """e_k (n, B, H, C, d_k) and e_v (n, B, H, C, E), from 0 to about 1; e_v's last column is 1."""
+    k = frames.split(inputs.k[:, :, tokens], -torch.inf)
     log_v = frames.split(inputs.log_v[:, :, tokens], -torch.inf)
-    return e_k, pad(scaled_exp(log_v, frames.value[..., :-1]), (0, 1), value=1.0)
+    e_k = scaled_exp(k, finite(frames.key))
+    e_v = scaled_exp(log_v, frames.value[..., :-1])
+    return e_k, pad(e_v, (0, 1), value=1.0)
 
 
 def in_first_frame(inputs: Inputs, frames: Frames) -> Tensor:
@@ -231,7 +267,8 @@ def in_first_frame(inputs: Inputs, frames: Frames) -> Tensor:
 
 
 def scaled_exp(x: Tensor, *frames: Tensor) -> Tensor:
-    """exp(x) 2^-frame, contiguous; the frame is the sum of those given, which broadcast to x. exp(-inf) is 0."""
+    """exp(x) 2^-frame, contiguous; the frame is the sum of those given, which broadcast to x.
+    exp(-inf) is 0."""
     x = x.contiguous()
     lowest, highest = torch.aminmax(x)
     counts = None
@@ -239,23 +276,25 @@ def scaled_exp(x: Tensor, *frames: Tensor) -> Tensor:
         counts = torch.gt(x, -torch.inf, out=torch.empty_like(x))  # 1 or 0
         x = x.nan_to_num(neginf=0, posinf=torch.inf)
         lowest = x.amin()
-    if -lowest < _GRID / 2 * LN2 and highest < _GRID / 2 * LN2:
+    near = _GRID / 2 * LN2
+    is_near = -lowest < near and highest < near
+    if is_near and all(_is_small(frame) for frame in frames):
         result = x.exp()
-        if all(_is_small(frame) for frame in frames):
-            for frame in frames:
-                result.mul_(torch.exp2(-frame))
-            return (
-                result if counts is None else result.mul_(counts)
-            )  # masked_fill_ takes 20 times as long
-        result.mul_(torch.exp2(-sum(frames[1:], frames[0])))
+        for frame in frames:
+            result.mul_(torch.exp2(-frame))
+        return (
+            result if counts is None else result.mul_(counts)
+        )  # masked_fill_ takes 20 times as long
+    total = sum(frames[1:], frames[0])
+    if is_near:
+        result = x.exp().mul_(torch.exp2(-total))
     else:
-        far = (
-            2 * FAR[x.dtype] + 2**11
-        ) * LN2  # -far is 0 even against two frames of -FAR: 2^-2048 is 0 in float64
+        # exp(-far) is 0 even against two frames of -FAR: 2^-2048 is 0 in float64.
+        far = (2 * FAR[x.dtype] + 2**11) * LN2
         x = x.clamp(-far, far)
         steps = (x / (_GRID * LN2)).round_()
         result = (x - steps * _GRID_HIGH).sub_(steps * _GRID_LOW).exp_()
-        result.mul_((steps * _GRID - sum(frames[1:], frames[0])).exp2_())
+        result.mul_((steps * _GRID - total).exp2_())
     return result if counts is None else result.masked_fill_(counts == 0, 0)
 
 
@@ -267,20 +306,20 @@ def frame_above(log2: Tensor) -> Tensor:
 
 
 def log_of_scaled(x: Tensor, frame: Tensor) -> Tensor:
-    """log(x 2^frame) for x = 0 or x in CERTAIN's range. The result depends only on x 2^frame, not on the frame."""
+    """log(x 2^frame) for x = 0 or x in CERTAIN's range. The result depends only on x 2^frame, not
+    on the frame."""
     if _is_small(frame):
         return (x * torch.exp2(frame)).log_()
     mantissa, exponent = torch.frexp(x)
     exponent = exponent + frame
     limit = math.log2(torch.finfo(x.dtype).max) - 2
-    inside = exponent.abs() < limit
-    direct = (mantissa * torch.exp2(exponent.where(inside, 0))).log_()
+    is_inside = exponent.abs() < limit
+    inside = (mantissa * torch.exp2(exponent.where(is_inside, 0))).log_()
+    if is_inside.all():
+        return inside
     # A product that rounds would let a state drift that is passed through many calls.
-    return (
-        direct
-        if inside.all()
-        else direct.where(inside, mantissa.log() + exponent * _LN2_LOW + exponent * _LN2_HIGH)
-    )
+    beyond = mantissa.log() + exponent * _LN2_LOW + exponent * _LN2_HIGH
+    return inside.where(is_inside, beyond)
 
 
 def finite(x: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Log-space attention by the paper's definition: short and slow. All other implementations must agree with it.
+"""Log-space attention by the paper's definition: short and slow. All other implementations must
+agree with it.
 
 For decoding, there is a step of a single token, without the scan over tokens.
 """
@@ -22,15 +23,19 @@ def naive_log_attention(
 ) -> Tensor | tuple[Tensor, LogAttentionState]:
     """Heinsen 2024 (arXiv 2404.05843), eqs. 4-6, with all T x d_k x d_v latent sums in memory.
 
-    With gates the sums are computed token by token. Arguments and result are those of `log_attention`.
+    With gates the sums are computed token by token. Arguments and result are those of
+    `log_attention`.
     """
-    dtype, acc = log_v.dtype, accumulation_dtype(q)
-    q, k, log_v = q.to(acc), k.to(acc), log_v.to(acc)
-    state = empty_state(q, log_v) if state is None else state
+    dtype = log_v.dtype
+    acc = accumulation_dtype(q)
+    q = q.to(acc)
+    k = k.to(acc)
+    log_v = log_v.to(acc)
+    if state is None:
+        state = empty_state(q, log_v)
 
-    kv = torch.cat(
-        [state.log_s.unsqueeze(2), k.unsqueeze(-1) + log_v.unsqueeze(-2)], dim=2
-    )  # (B, H, 1 + S, d_k, d_v)
+    kv = k.unsqueeze(-1) + log_v.unsqueeze(-2)
+    kv = torch.cat([state.log_s.unsqueeze(2), kv], dim=2)  # (B, H, 1 + S, d_k, d_v)
     k = torch.cat([state.log_z.unsqueeze(2), k], dim=2)  # (B, H, 1 + S, d_k)
     if log_f is not None:
         log_s = _forgetting_sums(kv, log_f.to(acc).unsqueeze(-1))
@@ -42,15 +47,17 @@ def naive_log_attention(
         log_s = kv.logsumexp(dim=2, keepdim=True)
         log_z = k.logsumexp(dim=2, keepdim=True)
 
-    log_y = (q.unsqueeze(-1) + log_s).logsumexp(dim=-2) - (q + log_z).logsumexp(
-        dim=-1, keepdim=True
-    )
-    log_y = log_y.to(dtype)  # (B, H, T, d_v)
-    return (log_y, LogAttentionState(log_s[:, :, -1], log_z[:, :, -1])) if return_state else log_y
+    log_sum = (q.unsqueeze(-1) + log_s).logsumexp(dim=-2)
+    log_norm = (q + log_z).logsumexp(dim=-1, keepdim=True)
+    log_y = (log_sum - log_norm).to(dtype)  # (B, H, T, d_v)
+    if not return_state:
+        return log_y
+    return log_y, LogAttentionState(log_s[:, :, -1], log_z[:, :, -1])
 
 
 def _forgetting_sums(terms: Tensor, log_f: Tensor) -> Tensor:
-    """Logarithms of s_t = exp(log_f_t) s_(t - 1) + term_t, (B, H, T, ...), from s_0 and T terms (B, H, 1 + T, ...)."""
+    """Logarithms of s_t = exp(log_f_t) s_(t - 1) + term_t, (B, H, T, ...), from s_0 and T terms (B,
+    H, 1 + T, ...)."""
     sums = [terms[:, :, 0]]
     for term, log_f_t in zip(terms[:, :, 1:].unbind(2), log_f.unbind(2), strict=True):
         sums.append(torch.stack([sums[-1] + log_f_t, term]).logsumexp(0))
@@ -67,12 +74,14 @@ def log_attention_step(
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, LogAttentionState]:
     """`log_attention` of a single token, causal and without gradients."""
-    dtype, acc = log_v.dtype, accumulation_dtype(q)
-    q, k, log_v = q.mT.to(acc), k.mT.to(acc), log_v.to(acc)  # (B, H, d_k, 1) twice, (B, H, 1, d_v)
-    token = LogAttentionState(k + log_v, k.squeeze(-1))
-    log_s, log_z = add_states(state, token, None if log_f is None else log_f.squeeze(2).to(acc))
-    log_y = (q + log_s).logsumexp(-2, keepdim=True) - (q + log_z.unsqueeze(-1)).logsumexp(
-        -2, keepdim=True
-    )
-    log_y = log_y.to(dtype)  # (B, H, 1, d_v)
-    return (log_y, LogAttentionState(log_s, log_z)) if return_state else log_y
+    acc = accumulation_dtype(q)
+    q = q.mT.to(acc)  # (B, H, d_k, 1)
+    k = k.mT.to(acc)  # (B, H, d_k, 1)
+    if log_f is not None:
+        log_f = log_f.squeeze(2).to(acc)  # (B, H, 1)
+    token = LogAttentionState(k + log_v.to(acc), k.squeeze(-1))
+    state = add_states(state, token, log_f)
+    log_sum = (q + state.log_s).logsumexp(-2, keepdim=True)
+    log_norm = (q + state.log_z.unsqueeze(-1)).logsumexp(-2, keepdim=True)
+    log_y = (log_sum - log_norm).to(log_v.dtype)  # (B, H, 1, d_v)
+    return (log_y, state) if return_state else log_y

@@ -1,4 +1,4 @@
-"""The published model's position encoding: a log-space recurrence with forgetting, for each feature."""
+"""The published model's position encoding: a log-space recurrence of each feature."""
 
 from typing import Any
 
@@ -9,47 +9,49 @@ from model.ops.custom import accumulation_dtype, operator, refuse_second_order, 
 from model.ops.kernels import choose_form
 from model.ops.log_recurrence import chunked
 
-NAMES = (
-    "log_recurrence",
-    "naive_log_recurrence",
-)  # the operator, and the form that has all derivatives
+# The operator, and the form that has all derivatives.
+NAMES = "log_recurrence", "naive_log_recurrence"
 
 
 def naive_log_recurrence(
     log_p: Tensor, h: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """s_t = log(p_t exp(s_{t-1}) + exp(h_t)), s_0 = 0. Arguments and result are those of `log_recurrence`."""
-    dtype, acc = h.dtype, accumulation_dtype(h)
+    """s_t = log(p_t exp(s_{t-1}) + exp(h_t)), s_0 = 0. Arguments and result are those of
+    `log_recurrence`."""
+    acc = accumulation_dtype(h)
     s = torch.zeros_like(h[:, 0], dtype=acc) if state is None else state.to(acc)
     steps = []
     for log_p_t, h_t in zip(log_p.to(acc).unbind(1), h.to(acc).unbind(1), strict=True):
         s = torch.logaddexp(log_p_t + s, h_t)
         steps.append(s)
-    return torch.stack(steps, dim=1).to(dtype), s
+    return torch.stack(steps, dim=1).to(h.dtype), s
 
 
 def log_recurrence(
     log_p: Tensor, h: Tensor, state: Tensor | None = None, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """s_t = log(p_t exp(s_{t-1}) + exp(h_t)), elementwise, from s_0 = 0 (Heinsen 2024's model, section 3).
+    """s_t = log(p_t exp(s_{t-1}) + exp(h_t)), elementwise, from s_0 = 0 (Heinsen 2024's model,
+    section 3).
 
     Args:
-        log_p: (B, T, D), logarithm of the share that is kept, at most 0; -inf keeps nothing, and s_t = h_t.
+        log_p: (B, T, D), logarithm of the share that is kept, at most 0; -inf keeps nothing, and
+            s_t = h_t.
         h: (B, T, D), logarithm of what is added.
         state: (B, D), s before the first token; None is zeros.
-        backend: "naive", "chunked" or "triton"; "auto" uses "triton" on GPUs that support it, and "chunked" elsewhere.
+        backend: "naive", "chunked" or "triton"; "auto" uses "triton" on GPUs that support it, and
+            "chunked" elsewhere.
 
     Returns:
-        s (B, T, D) in the type of h, and the state, which is s after the last token in float32 or float64.
+        s (B, T, D) in the type of h, and the state, which is s after the last token in float32 or
+        float64.
 
     Raises:
-        ValueError: shapes do not match, log_p is above 0 (checked on CPUs, except by "naive"), or the backend does not
-            exist or is not supported here.
+        ValueError: shapes do not match, log_p is above 0 (checked on CPUs, except by "naive"), or
+            the backend does not exist or is not supported here.
     """
     if log_p.shape != h.shape or h.dim() != 3 or 0 in h.shape:
-        raise ValueError(
-            f"log_p {tuple(log_p.shape)} and h {tuple(h.shape)} must both be (B, T, D), with T at least 1"
-        )
+        shapes = f"log_p {tuple(log_p.shape)} and h {tuple(h.shape)}"
+        raise ValueError(f"{shapes} must both be (B, T, D), with T at least 1")
     if state is not None and state.shape != h[:, 0].shape:
         raise ValueError(f"state {tuple(state.shape)} must be (B, D) = {tuple(h[:, 0].shape)}")
     backend = choose_form("the log recurrence", backend, ("naive", "chunked", "triton"), h)

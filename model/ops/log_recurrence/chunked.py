@@ -1,16 +1,21 @@
-"""The position recurrence in chunks: all chunks step through their C tokens in parallel, then the carry is added.
+"""The position recurrence in chunks: all chunks step through their C tokens in parallel, then the
+carry is added.
 
-Let A be the running sum of log_p inside a chunk, and s_in the value of the recurrence before the chunk:
+Let A be the running sum of log_p inside a chunk, and s_in the value of the recurrence before the
+chunk:
 
-    s_t = logaddexp(local_t, A_t + s_in)        local_t: the recurrence of the chunk alone, from an empty sum
+    s_t = logaddexp(local_t, A_t + s_in)
 
-A starts from 0 in every chunk, so its rounding error does not grow with the sequence. (The published form sums log_p
-over the whole sequence, and its error grows with T.)
+where local_t is the recurrence of the chunk alone, from an empty sum.
+
+A starts from 0 in every chunk, so its rounding error does not grow with the sequence. (The
+published form sums log_p over the whole sequence, and its error grows with T.)
 
 The backward pass is a linear recurrence in reverse, in chunks too:
 g_t = G_t + a_{t+1} g_{t+1}, where a_t = p_t exp(s_{t-1} - s_t) is at most 1.
 
-The carry between chunks is in float64: if almost nothing is forgotten, the rounding errors of all chunks add up.
+The carry between chunks is in float64: if almost nothing is forgotten, the rounding errors of all
+chunks add up.
 """
 
 import torch
@@ -26,55 +31,59 @@ CHUNK = (
 
 def forward(log_p: Tensor, h: Tensor, start: Tensor) -> Tensor:
     """log_p (B, T, D), h (B, T, D), start (B, D) -> s (B, T, D) in the type of start."""
-    log_p, h = log_p.to(start.dtype), h.to(start.dtype)
-    log_ps, hs = _chunk(log_p, 0.0), _chunk(h, -torch.inf)  # (B, N, C, D)
-    local, A = hs.clone(), log_ps.clone()
-    for t in range(1, local.shape[2]):
-        torch.logaddexp(local[:, :, t - 1] + log_ps[:, :, t], hs[:, :, t], out=local[:, :, t])
+    T = h.shape[1]
+    log_p = _chunk(log_p.to(start.dtype), 0.0)  # (B, N, C, D)
+    h = _chunk(h.to(start.dtype), -torch.inf)
+    _, N, C, _ = h.shape
+    local = h.clone()
+    A = log_p.clone()
+    for t in range(1, C):
+        torch.logaddexp(local[:, :, t - 1] + log_p[:, :, t], h[:, :, t], out=local[:, :, t])
         A[:, :, t] += A[:, :, t - 1]  # not cumsum, which is not deterministic on GPUs
-    last, kept = local[:, :, -1].double(), log_ps.double().sum(2)  # (B, N, D)
+    last = local[:, :, -1].double()  # (B, N, D)
+    kept = log_p.double().sum(2)
     carried = [start.double()]  # s before each chunk
-    for n in range(local.shape[1] - 1):
+    for n in range(N - 1):
         carried.append(torch.logaddexp(last[:, n], kept[:, n] + carried[-1]))
-    s = torch.logaddexp(local, A.add_(torch.stack(carried, 1).to(A.dtype).unsqueeze(2)))
-    return s.flatten(1, 2)[:, : h.shape[1]].contiguous()
+    A.add_(torch.stack(carried, 1).to(A.dtype).unsqueeze(2))
+    s = torch.logaddexp(local, A)
+    return s.flatten(1, 2)[:, :T].contiguous()
 
 
 def backward(
     g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, s: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of log_p, h and start, given the gradient of s."""
-    types, log_p, h = (log_p.dtype, h.dtype), log_p.to(s.dtype), h.to(s.dtype)
+    wide_p = log_p.to(s.dtype)
     previous = torch.cat([start.unsqueeze(1), s[:, :-1]], dim=1)
-    a = (log_p + previous - s).exp_()  # (B, T, D): share of s_{t-1} in s_t
-    first, kept = (
-        s[:, :: min(CHUNK, s.shape[1])].double(),
-        _chunk(log_p.roll(-1, 1), 0.0).double().sum(2),
-    )  # (B, N, D)
-    across = (
-        kept[:, :-1] + first[:, :-1] - first[:, 1:]
-    ).exp_()  # share of a chunk's first s in the next chunk's first
+    a = (wide_p + previous - s).exp_()  # (B, T, D): share of s_{t-1} in s_t
+    first = s[:, :: min(CHUNK, s.shape[1])].double()  # (B, N, D)
+    kept = _chunk(wide_p.roll(-1, 1), 0.0).double().sum(2)
+    # Share of a chunk's first s in the next chunk's first.
+    across = (kept[:, :-1] + first[:, :-1] - first[:, 1:]).exp_()
     g = _reverse_linear_recurrence(pad(a[:, 1:], (0, 0, 0, 1)), g_s, across)
     g_p = g * a
-    return g_p.to(types[0]), g.mul_((h - s).exp_()).to(types[1]), g_p[:, 0].clone()
+    g_h = g.mul_((h.to(s.dtype) - s).exp_())
+    return g_p.to(log_p.dtype), g_h.to(h.dtype), g_p[:, 0].clone()
 
 
 def _reverse_linear_recurrence(a: Tensor, g: Tensor, across: Tensor) -> Tensor:
     """r_t = g_t + a_t r_{t+1}, from the last token to the first; (B, T, D) all.
 
-    across (B, N - 1, D): the product of a from each chunk's first token to the next chunk's first token, in float64.
+    across (B, N - 1, D): the product of a from each chunk's first token to the next chunk's first
+    token, in float64.
     """
     T = g.shape[1]
-    a, r = _chunk(a, 0.0), _chunk(g, 0.0).clone()  # (B, N, C, D)
+    a = _chunk(a, 0.0)  # (B, N, C, D)
+    r = _chunk(g, 0.0).clone()
     _, N, C, _ = r.shape
     for t in reversed(range(C - 1)):
         r[:, :, t].addcmul_(a[:, :, t], r[:, :, t + 1])
     later = r[:, :, 0].to(torch.float64, copy=True)  # (B, N, D): first r of each chunk
     for n in reversed(range(N - 1)):
         later[:, n].addcmul_(across[:, n], later[:, n + 1])
-    weight = (
-        a.flip(2).cumprod(2).flip(2)
-    )  # share of the next chunk's first r in each r of this chunk
+    # Share of the next chunk's first r in each r of this chunk.
+    weight = a.flip(2).cumprod(2).flip(2)
     r[:, :-1].addcmul_(weight[:, :-1], later[:, 1:].to(r.dtype).unsqueeze(2))
     return r.flatten(1, 2)[:, :T].contiguous()
 

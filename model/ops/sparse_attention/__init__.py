@@ -1,1 +1,1 @@
-"""Sparse attention: softmax over a pattern of keys (patterns.py), at a cost proportional to their number."""
+"""Sparse attention: softmax over a pattern of keys (patterns.py)."""

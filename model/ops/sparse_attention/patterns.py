@@ -1,7 +1,7 @@
 """Patterns: which keys a query attends to.
 
-A pattern is a union of disjoint parts. Each part is regular enough that reshaping selects its keys: bands in one
-residue class, blocks, and columns.
+A pattern is a union of disjoint sets of keys. Each set is regular enough that reshaping selects its
+keys: bands in one residue class, intervals, and columns.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from torch import Tensor
 from model.ops.documents import document_mask, document_positions
 
 
-class _Part:
+class _Keys:
     """A regular set of keys for every query.
 
-    sees(i, j), its definition: whether query i may attend to key j, in the broadcast shape of the two.
-    needed(j, n): whether query n or a later one may attend to an earlier key j.
+    sees(i, j), its definition: whether query i may attend to key j, in the broadcast shape of the
+    two. needed(j, n): whether query n or a later one may attend to an earlier key j.
     """
 
     def reach(self) -> int | None:
@@ -26,7 +26,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class Band(_Part):
+class Band(_Keys):
     """Keys j = i - step n for first <= n <= last, where first is not negative."""
 
     step: int
@@ -34,22 +34,28 @@ class Band(_Part):
     last: int | None
     """None: back to the beginning."""
     start: int = 0
-    """Keys before this position belong to another part."""
+    """Keys before this position belong to another set."""
 
     def sees(self, i: Tensor, j: Tensor) -> Tensor:
-        seen = ((i - j) % self.step == 0) & (i - j >= self.step * self.first) & (j >= self.start)
-        return seen if self.last is None else seen & (i - j <= self.step * self.last)
+        distance = i - j
+        seen = (distance % self.step == 0) & (distance >= self.step * self.first)
+        if self.last is not None:
+            seen = seen & (distance <= self.step * self.last)
+        return seen & (j >= self.start)
 
     def reach(self) -> int | None:
         return None if self.last is None else self.step * self.last
 
     def needed(self, j: Tensor, n: Tensor) -> Tensor:
-        return (j >= self.start) & (self.last is None or j >= n - self.step * self.last)
+        needed = j >= self.start
+        if self.last is not None:
+            needed = needed & (j >= n - self.step * self.last)
+        return needed
 
 
 @dataclass(frozen=True)
-class Block(_Part):
-    """Keys j <= i in the query's own block of `size` tokens."""
+class Interval(_Keys):
+    """Keys j <= i in the query's interval of `size` tokens."""
 
     size: int
 
@@ -64,24 +70,24 @@ class Block(_Part):
 
 
 @dataclass(frozen=True)
-class Columns(_Part):
-    """Keys j <= i among the last `width` tokens of every block of `size` tokens."""
+class Columns(_Keys):
+    """Keys j <= i among the last `width` tokens of every interval of `size` tokens."""
 
     size: int
     width: int
-    own_block: bool
-    """Whether the query's own block is included."""
+    same_interval: bool
+    """Whether the query's interval is included."""
 
     def sees(self, i: Tensor, j: Tensor) -> Tensor:
-        near = j <= i if self.own_block else j // self.size < i // self.size
-        return near & self.needed(j, i)
+        before = j <= i if self.same_interval else j // self.size < i // self.size
+        return before & self.needed(j, i)
 
     def needed(self, j: Tensor, n: Tensor) -> Tensor:
         return j % self.size >= self.size - self.width
 
 
 @dataclass(frozen=True)
-class First(_Part):
+class First(_Keys):
     """Keys j <= i among the first `count`."""
 
     count: int
@@ -93,17 +99,19 @@ class First(_Part):
         return j < self.count
 
 
-Part = Band | Block | Columns | First
-Pattern = tuple[Part, ...]
+Keys = Band | Interval | Columns | First
+Pattern = tuple[Keys, ...]
 
 
 CAUSAL: Pattern = (Band(1, 0, None),)
 
 
 def window(size: int, dilation: int = 0) -> Pattern:
-    """Sliding windows, with `dilation` keys skipped between two (Beltagy et al. 2020, arXiv 2004.05150, section 3.1).
+    """Sliding windows, with `dilation` keys skipped between two (Beltagy et al. 2020, arXiv
+    2004.05150, section 3.1).
 
-    (i - j) mod (dilation + 1) = 0 and 0 <= i - j < size (dilation + 1): `size` keys, including the query's own.
+    (i - j) mod (dilation + 1) = 0 and 0 <= i - j < size (dilation + 1): `size` keys, including the
+    query's own.
     """
     return (Band(dilation + 1, 0, size - 1),)
 
@@ -114,34 +122,40 @@ def longformer(size: int, n_global: int) -> Pattern:
 
 
 def strided(stride: int, which: str = "both") -> Pattern:
-    """Child et al. 2019 (arXiv 1904.10509), section 4.3: A1 = {max(0, i - l) .. i}, A2 = {j <= i : (i - j) mod l = 0}.
+    """Child et al. 2019 (arXiv 1904.10509), section 4.3: A1 = {max(0, i - l) .. i}, A2 = {j <= i :
+    (i - j) mod l = 0}.
 
-    `which`: "A1", "A2", or "both" for their union, in which only A1 contains the keys at distances 0 and l.
+    `which`: "A1", "A2", or "both" for their union, in which only A1 contains the keys at distances
+    0 and l.
     """
-    first = 2 if which == "both" and stride > 1 else 0
-    parts: dict[str, Part] = {"A1": Band(1, 0, stride), "A2": Band(stride, first, None)}
-    if which == "both" and stride == 1:  # A2 is all there is
-        return (parts["A2"],)
-    return tuple(parts.values()) if which == "both" else (parts[which],)
+    A1 = Band(1, 0, stride)
+    A2 = Band(stride, 0, None)
+    if which == "A1":
+        return (A1,)
+    if which == "A2" or stride == 1:  # with stride 1, A2 is all there is
+        return (A2,)
+    return A1, Band(stride, 2, None)
 
 
 def fixed(size: int, width: int, which: str = "both") -> Pattern:
-    """Child et al. 2019, section 4.3: A1 = {j <= i : floor(j / l) = floor(i / l)}, A2 = {j <= i : j mod l >= l - c}.
+    """Child et al. 2019, section 4.3: A1 = {j <= i : floor(j / l) = floor(i / l)}, A2 = {j <= i : j
+    mod l >= l - c}.
 
-    `which`: "A1", "A2", or "both" for their union. In A2 alone, the first l - c queries have no keys.
+    `which`: "A1", "A2", or "both" for their union. In A2 alone, the first l - c queries have no
+    keys.
     """
-    parts: dict[str, Part] = {
-        "A1": Block(size),
-        "A2": Columns(size, width, own_block=which == "A2"),
-    }
-    return tuple(parts.values()) if which == "both" else (parts[which],)
+    if which == "A1":
+        return (Interval(size),)
+    if which == "A2":
+        return (Columns(size, width, same_interval=True),)
+    return Interval(size), Columns(size, width, same_interval=False)
 
 
 def is_causal(pattern: Pattern, T: int) -> bool:
     """Whether, for T tokens, the pattern is full causal attention."""
-    for part in pattern:  # parts are disjoint: if one has all keys, the others are empty
-        match part:
-            case Block(size) if size >= T:
+    for keys in pattern:  # sets are disjoint: if one has all keys, the rest are empty
+        match keys:
+            case Interval(size) if size >= T:
                 return True
             case Band(1, 0, last, 0) if last is None or last >= T - 1:
                 return True
@@ -149,13 +163,15 @@ def is_causal(pattern: Pattern, T: int) -> bool:
 
 
 def pattern_mask(patterns: Sequence[Pattern], i: Tensor, j: Tensor) -> Tensor:
-    """True where query i (..., T) may attend to key j (..., S), by the pattern of each head: (..., 1 or H, T, S)."""
-    kinds = list(dict.fromkeys(patterns))
-    seen = torch.stack(
-        [pattern_sees(pattern, i.unsqueeze(-1), j.unsqueeze(-2)) for pattern in kinds], dim=-3
-    )
-    of_head = [kinds.index(pattern) for pattern in patterns]
-    return seen if len(kinds) == 1 or of_head == [*range(len(kinds))] else seen[..., of_head, :, :]
+    """True where query i (..., T) may attend to key j (..., S), by the pattern of each head: (...,
+    1 or H, T, S)."""
+    different = list(dict.fromkeys(patterns))
+    i = i.unsqueeze(-1)
+    j = j.unsqueeze(-2)
+    masks = torch.stack([pattern_sees(pattern, i, j) for pattern in different], dim=-3)
+    if len(different) in (1, len(patterns)):
+        return masks
+    return masks[..., [different.index(pattern) for pattern in patterns], :, :]
 
 
 def document_pattern_mask(patterns: Sequence[Pattern], starts: Tensor) -> Tensor:
@@ -167,25 +183,32 @@ def document_pattern_mask(patterns: Sequence[Pattern], starts: Tensor) -> Tensor
 
 
 def is_by_distance(pattern: Pattern) -> bool:
-    """Whether the pattern depends on distances alone, so that it is the same wherever a document starts."""
-    return all(isinstance(part, Band) and part.start == 0 for part in pattern)
+    """Whether the pattern depends on distances alone, wherever a document starts."""
+    return all(isinstance(keys, Band) and keys.start == 0 for keys in pattern)
 
 
 def needed_keys(patterns: Sequence[Pattern], j: Tensor, n: Tensor) -> Tensor:
-    """True where query n or a later one may attend to the earlier key j in some head; n and j broadcast."""
-    needed = [part.needed(j, n) for pattern in patterns for part in pattern]
+    """True where query n or a later one may attend to key j in some head; n and j broadcast."""
+    needed = [keys.needed(j, n) for pattern in patterns for keys in pattern]
     return torch.stack(torch.broadcast_tensors(*needed)).any(0)
 
 
 def reach_of(patterns: Sequence[Pattern]) -> int | None:
     """Largest distance from a query back to a key that some head may attend to; None: unlimited."""
-    reaches = [part.reach() for pattern in patterns for part in pattern]
-    return None if None in reaches else max(reach for reach in reaches if reach is not None)
+    furthest = 0
+    for pattern in patterns:
+        for keys in pattern:
+            reach = keys.reach()
+            if reach is None:
+                return None
+            furthest = max(furthest, reach)
+    return furthest
 
 
 def pattern_sees(pattern: Pattern, i: Tensor, j: Tensor) -> Tensor:
     """Whether query i may attend to key j, in the broadcast shape of the two."""
-    seen = pattern[0].sees(i, j)
-    for part in pattern[1:]:
-        seen = seen | part.sees(i, j)
+    first, *rest = pattern
+    seen = first.sees(i, j)
+    for keys in rest:
+        seen = seen | keys.sees(i, j)
     return seen

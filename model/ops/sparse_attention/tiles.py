@@ -1,8 +1,11 @@
-"""How one part of a pattern is computed as a batch of small dense attentions, called tiles.
+"""How a set of keys in a pattern is computed as a batch of small dense attentions, called tiles.
 
-    queries (B, H, T, D) -> (N, B H, C, D),    keys (B, H, T, D) -> (N, B H, S, D),    mask (N or 1, 1, C, S)
+    queries (B, H, T, D) -> (N, B H, C, D)
+    keys (B, H, T, D) -> (N, B H, S, D)
+    mask (N or 1, 1, C, S)
 
-There are N tiles of C queries and S keys each. Positions outside of the sequence are filled with 0, and masked.
+There are N tiles of C queries and S keys each. Positions outside of the sequence are filled with 0,
+and masked.
 """
 
 from dataclasses import dataclass
@@ -13,22 +16,25 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.ops.sparse_attention.patterns import Band, Block, Columns, First, Part, Pattern
+from common.numbers import ceil_div
+from model.ops.sparse_attention.patterns import Band, Columns, First, Interval, Keys, Pattern
 
 UNSEEN = -1e30  # added to masked scores: exp of it is 0, yet no arithmetic with it gives NaN
-_QUERIES = 64  # fewest queries of a tile, unless the sequence is shorter: products of smaller matrices are slow
+# Fewest queries of a tile, unless the sequence is shorter: products of smaller matrices are slow.
+_QUERIES = 64
 _ROWS = 1024  # queries that share a tile of columns; columns after them are skipped
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """Every `step`-th token forms a sequence of its own; blocks of C of its queries see them and the keys before."""
+class SlidingTiles:
+    """Every `step`-th token forms a sequence of its own; tiles of C of its queries see their keys
+    and those before."""
 
-    part: Part
+    visible: Keys
     step: int
     C: int
     before: int
-    """Number of keys before a block that its queries also see."""
+    """Number of keys before a tile's queries that they also see."""
     causal: bool
     """Whether query c of a tile attends to exactly the keys 0 to c, so that no mask is needed."""
 
@@ -38,15 +44,14 @@ class Blocks:
 
     def n_scores(self, T: int) -> int:
         """Scores computed for a head."""
-        n_queries = -(-T // self.step)  # of each sequence
-        return self.step * -(-n_queries // self.C) * self.C * (self.before + self.C)
+        n_tiles = ceil_div(ceil_div(T, self.step), self.C)  # of each sequence
+        return self.step * n_tiles * self.C * (self.before + self.C)
 
     def queries(self, x: Tensor) -> Tensor:
         """(B, H, rows, D) -> (N, B H, C, D), where N includes all `step` sequences."""
         x = self._residues(x)
-        x = pad(x, (0, 0, 0, -x.shape[3] % self.C)).unflatten(
-            3, (-1, self.C)
-        )  # (B, H, step, N, C, D)
+        x = pad(x, (0, 0, 0, -x.shape[3] % self.C))
+        x = x.unflatten(3, (-1, self.C))  # (B, H, step, N, C, D)
         return x.permute(2, 3, 0, 1, 4, 5).flatten(2, 3).flatten(0, 1)
 
     def natural(self, y: Tensor, B: int, n: int) -> Tensor:
@@ -62,17 +67,18 @@ class Blocks:
         return x.permute(2, 3, 0, 1, 5, 4).flatten(2, 3).flatten(0, 1)
 
     def _residues(self, x: Tensor) -> Tensor:
-        """(B, H, T, D) -> (B, H, step, ceil(T / step), D): token t is the (t // step)-th of sequence t mod step."""
-        return (
-            pad(x, (0, 0, 0, -x.shape[2] % self.step)).unflatten(2, (-1, self.step)).transpose(2, 3)
-        )
+        """(B, H, T, D) -> (B, H, step, ceil(T / step), D): token t is the (t // step)-th of
+        sequence t mod step."""
+        x = pad(x, (0, 0, 0, -x.shape[2] % self.step))
+        return x.unflatten(2, (-1, self.step)).transpose(2, 3)
 
 
 @dataclass(frozen=True)
-class Selected:
-    """One tile: queries begin .. end - 1 and, of the keys before `stop`, the last `width` of every `size`."""
+class ColumnTile:
+    """One tile: queries begin .. end - 1 and, of the keys before `stop`, the last `width` of every
+    `size`."""
 
-    part: Part
+    visible: Keys
     begin: int
     end: int
     stop: int
@@ -84,7 +90,7 @@ class Selected:
         return slice(self.begin, self.end)
 
     def n_scores(self, T: int) -> int:
-        return (self.end - self.begin) * -(-self.stop // self.size) * self.width
+        return (self.end - self.begin) * ceil_div(self.stop, self.size) * self.width
 
     def queries(self, x: Tensor) -> Tensor:
         """(B, H, rows, D) -> (1, B H, rows, D)."""
@@ -97,18 +103,18 @@ class Selected:
     def keys(self, x: Tensor) -> Tensor:
         """(B, H, T, D) -> (1, B H, S, D)."""
         x = x[:, :, : self.stop]
-        x = pad(x, (0, 0, 0, -x.shape[2] % self.size)).unflatten(2, (-1, self.size))[
-            :, :, :, -self.width :
-        ]
+        x = pad(x, (0, 0, 0, -x.shape[2] % self.size)).unflatten(2, (-1, self.size))
+        x = x[:, :, :, -self.width :]
         return x.flatten(2, 3).flatten(0, 1).unsqueeze(0)
 
 
-Tiles = Blocks | Selected
+Tiles = SlidingTiles | ColumnTile
 
 
 @lru_cache(maxsize=64)  # a mask takes as long as a small attention, and all layers need the same
 def tile_mask(tiles: Tiles, T: int, dtype: torch.dtype) -> Tensor | None:
-    """What to add to scores of keys of type `dtype`, (N or 1, 1, C, S): 0 where the query may attend, else UNSEEN."""
+    """What to add to scores of keys of type `dtype`, (N or 1, 1, C, S): 0 where the query may
+    attend, else UNSEEN."""
     if tiles.causal:
         return None
     with torch.inference_mode(False):
@@ -116,43 +122,49 @@ def tile_mask(tiles: Tiles, T: int, dtype: torch.dtype) -> Tensor | None:
         i = tiles.queries(t[:, :, tiles.rows(T)]) - 1  # (N, 1, C, 1)
         j = tiles.keys(t).mT - 1  # (N, 1, 1, S)
         allowed = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32))
-        return allowed.where((j >= 0) & tiles.part.sees(i, j), UNSEEN)
+        return allowed.where((j >= 0) & tiles.visible.sees(i, j), UNSEEN)
 
 
 @lru_cache(maxsize=64)
 def tiles_of(pattern: Pattern, T: int) -> tuple[Tiles, ...]:
-    """Return the tiles of all parts of a pattern: every key that a query attends to is in exactly one of them."""
-    return tuple(tiles for part in pattern for tiles in _tiles(part, T))
+    """Return the tiles of a pattern: each key of a query is in exactly one of them."""
+    return tuple(tiles for keys in pattern for tiles in _tiles(keys, T))
 
 
-def _tiles(part: Part, T: int) -> list[Tiles]:
-    match part:
+def _tiles(keys: Keys, T: int) -> list[Tiles]:
+    match keys:
         case Band():
-            return [_band(part, T)]
-        case Block():
-            return [Blocks(part, 1, min(part.size, T), 0, causal=True)]
+            return [_band(keys, T)]
+        case Interval():
+            return [SlidingTiles(keys, 1, min(keys.size, T), 0, causal=True)]
         case First():
-            count = min(part.count, T)
-            return [Selected(part, 0, T, count, count, count)]
-        case Columns() if part.size > T:  # one incomplete block, with the columns that it has
-            width = T - (part.size - part.width)
-            return [Selected(part, 0, T, T, T, width)] if width > 0 and part.own_block else []
+            count = min(keys.count, T)
+            return [ColumnTile(keys, 0, T, count, count, count)]
+        case Columns() if keys.size > T:  # one incomplete interval, with the columns that it has
+            width = T - (keys.size - keys.width)
+            if width <= 0 or not keys.same_interval:
+                return []
+            return [ColumnTile(keys, 0, T, T, T, width)]
         case Columns():
-            # Whole blocks, whose queries attend to the same columns except those of their own block.
-            edges = [*range(0, T, -(-_ROWS // part.size) * part.size), T]
-            return [
-                Selected(part, begin, end, end, part.size, part.width)
-                for begin, end in pairwise(edges)
-            ]
+            # Whole intervals, whose queries attend to the same columns except those of their
+            # interval.
+            rows = ceil_div(_ROWS, keys.size) * keys.size
+            tiles: list[Tiles] = []
+            for begin, end in pairwise([*range(0, T, rows), T]):
+                tiles.append(ColumnTile(keys, begin, end, end, keys.size, keys.width))
+            return tiles
 
 
-def _band(part: Band, T: int) -> Blocks:
-    """Block size: a quarter of the keys that a query attends to, so that 4 of 5 computed scores are used."""
-    step = min(part.step, T)  # a larger step would still leave every token alone
-    M = -(-T // step)
-    before = M - 1 if part.last is None else min(part.last, M - 1)
-    if before == M - 1:  # back to the beginning: one block
-        causal = part.first == 0 and part.start == 0
-        return Blocks(part, step, M, 0, causal)
-    C = min(M, max(_QUERIES, before // 4))
-    return Blocks(part, step, C, before, causal=False)
+def _band(band: Band, T: int) -> SlidingTiles:
+    """Queries of a tile: a quarter of the keys that each attends to, so that 4 of 5 computed scores
+    are used."""
+    step = min(band.step, T)  # a larger step would still leave every token alone
+    length = ceil_div(T, step)
+    before = length - 1
+    if band.last is not None:
+        before = min(band.last, before)
+    if before == length - 1:  # back to the beginning: one tile
+        causal = band.first == 0 and band.start == 0
+        return SlidingTiles(band, step, length, 0, causal)
+    C = min(length, max(_QUERIES, before // 4))
+    return SlidingTiles(band, step, C, before, causal=False)
