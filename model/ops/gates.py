@@ -69,9 +69,8 @@ def gates_of(log_f: Tensor) -> Gates:
     ):  # a product is faster than a difference and its exponential
         within = start * (-a).exp().to(log_f.dtype).mT
     else:
-        within = (
-            (a - a.mT).tril_().to(log_f.dtype).exp_()
-        )  # above the diagonal it would be infinite
+        # tril before exp, which would be infinite above the diagonal.
+        within = (a - a.mT).tril().to(log_f.dtype).exp()
     if reset is not None:
         segment = reset.cumsum(-2)
         last = segment[..., -1:, :]
