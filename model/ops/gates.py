@@ -70,7 +70,8 @@ def gates_of(log_f: Tensor) -> Gates:
     if log_f.device.type == "cpu" and last.amin() > -_REACH[dtype]:
         within = start * (-a).exp().to(dtype).mT  # faster than exponentials of differences
     else:
-        within = (a - a.mT).tril_().to(dtype).exp_()  # above the diagonal it would be infinite
+        # tril before exp, which would be infinite above the diagonal.
+        within = (a - a.mT).tril().to(dtype).exp()
     if reset is not None:
         n_resets = reset.cumsum(-2)  # up to each token
         n_last = n_resets[..., -1:, :]

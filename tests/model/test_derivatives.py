@@ -90,7 +90,6 @@ REFUSALS = {  # the other operators refuse nothing
     "log_recurrence": "log_recurrence .* use naive_log_recurrence",
     "sparse_attention": "sparse_attention in tiles .* use naive_sparse_attention",
     "gated_linear": "forward mode AD|vmap support",  # these are torch's words
-    "causal_conv": "forward mode AD|vmap support",
     "projection_attention": "forward AD|is not implemented",
 }
 
