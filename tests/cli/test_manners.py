@@ -174,8 +174,6 @@ def test_an_interrupt_while_packages_are_imported_is_one_line(tmp_path, line, pa
         ("train.py -m dataset_dir=DATASET run_dir=FOLDER seed=1,2", "multirun.yaml"),
         ("scripts/report.py folders=FOLDER", "report.html"),
         ("scripts/report.py folders=FOLDER", "report.png"),
-        ("scripts/scaling.py csv=x.csv out=FOLDER", "scaling.json"),
-        ("scripts/draw_attention.py out=FOLDER/a.png", "a.png"),
         ("scripts/doctor.py out=FOLDER/a.json", "a.json"),
         ("scripts/bench.py out=FOLDER/a.json", "a.json"),
     ],

@@ -41,7 +41,6 @@ WORK = {  # what a script calls once it has read its command line and everything
     "scripts/convert_gqa": "tools.convert.gqa.convert",
     "scripts/count": "tools.count.counted",
     "scripts/doctor": "tools.doctor.examine",
-    "scripts/draw_attention": "tools.report.attention_masks.draw",
     "scripts/export_hf": "tools.convert.export_hf.export",
     "scripts/gpu_hour": "tools.bench.gpu_hour.run",
     "scripts/import_gpt2": "tools.convert.import_gpt2.import_gpt2",
@@ -50,7 +49,6 @@ WORK = {  # what a script calls once it has read its command line and everything
     "scripts/plan": "tools.plan.run_plan",
     "scripts/prepare_data": "data.prepare.dataset.prepare",
     "scripts/report": "tools.report.write.write_report",
-    "scripts/scaling": "tools.scaling.run",
     "scripts/serve": "inference.server.serve.serve",
     "scripts/train_tokenizer": "data.prepare.vocabulary.learn",
     "scripts/verify_dataset": "data.prepare.verify.verify",
@@ -131,8 +129,7 @@ def test_the_commands_of_a_help_and_of_a_docstring_reach_their_work(command, goe
     assert script in [one.script for one in typed]
     for one in typed:
         n_jobs = goes_to_work(*one)
-        sweep = 16 if script == "scripts/scaling" else 4
-        assert n_jobs == (sweep if "-m" in one.arguments else 1), one
+        assert n_jobs == (4 if "-m" in one.arguments else 1), one
 
 
 def test_all_scripts_are_typed():
