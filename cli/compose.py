@@ -17,8 +17,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, errors
 
 from cli.options import as_text, bare_keys, groups_of, is_text, meant, takes_one_name
+from common.command_line import in_hydras_grammar
 from common.settings import CONFIGS, JsonDict, UserError, nearest
-from common.words import in_hydras_grammar
 
 OmegaConf.clear_resolver(
     "oc.env"

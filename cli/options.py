@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from common.command_line import in_hydras_grammar, refuse_flag, source_for
 from common.removed import FILES, removed_key
 from common.settings import CONFIGS, UserError, nearest
-from common.words import in_hydras_grammar, refuse_flag, source_for
 
 DEFAULTS = re.compile(r"^defaults:\n( .*\n)*", re.MULTILINE)
 """Hydra's list of the files that a file of configs/ is based on."""

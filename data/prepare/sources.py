@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from common.command_line import source_for
 from common.console import say
 from common.settings import JsonDict, PathText, Settings, UserError
-from common.words import source_for
 from data.chat import parse_message
 from data.prepare.archives import COMPRESSED, parse_line, read_lines, read_text
 from data.prepare.files import matches, some_of

@@ -173,7 +173,6 @@ def test_an_interrupt_while_packages_are_imported_is_one_line(tmp_path, line, pa
     [
         ("train.py -m dataset_dir=DATASET run_dir=FOLDER seed=1,2", "multirun.yaml"),
         ("scripts/report.py folders=FOLDER", "report.html"),
-        ("scripts/report.py folders=FOLDER", "report.png"),
         ("scripts/doctor.py out=FOLDER/a.json", "a.json"),
         ("scripts/bench.py out=FOLDER/a.json", "a.json"),
     ],
@@ -189,11 +188,12 @@ def test_a_file_of_the_users_is_not_replaced(command, dataset_dir, tmp_path, lin
 
 
 def test_a_command_that_is_interrupted_says_so(command, monkeypatch):
-    def interrupt(folders: Path, out: Path | None, watch: bool) -> None:
+    def interrupt(options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tools.report.write.write_report", interrupt)
-    assert command("scripts/report", "folders=x") == (130, "", "error: no longer following the runs\n")
+    monkeypatch.setattr("tools.convert.export_hf.export", interrupt)
+    said = "error: interrupted; nothing was written\n"
+    assert command("scripts/export_hf", "checkpoint=x", "out=y") == (130, "", said)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -12,9 +12,9 @@ from printed import assert_one_line
 from cli import compose, to_dict
 from cli.command import EXTRAS
 from cli.options import explained
+from common.command_line import Items
 from common.files import name_of
 from common.settings import CONFIGS, Settings, decode, nearest
-from common.words import Items
 from trainer.checkpoint import newest
 from trainer.config import TrainConfig
 

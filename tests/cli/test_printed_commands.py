@@ -26,8 +26,8 @@ from printed import commands_in
 from cli import compose, to_dict
 from cli.command import EXTRAS
 from cli.compose import read_options
+from common.command_line import overrides
 from common.settings import decode
-from common.words import overrides
 from trainer.config import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -44,11 +44,11 @@ WORK = {  # what a script calls once it has read its command line and everything
     "scripts/export_hf": "tools.convert.export_hf.export",
     "scripts/gpu_hour": "tools.bench.gpu_hour.run",
     "scripts/import_gpt2": "tools.convert.import_gpt2.import_gpt2",
-    "scripts/inspect_dataset": "tools.report.dataset.inspect",
+    "scripts/inspect_dataset": "tools.inspect_dataset.inspect",
     "scripts/lm_eval": "inference.harness.run_harness",
     "scripts/plan": "tools.plan.run_plan",
     "scripts/prepare_data": "data.prepare.dataset.prepare",
-    "scripts/report": "tools.report.write.write_report",
+    "scripts/report": "tools.report.write_report",
     "scripts/serve": "inference.server.serve.serve",
     "scripts/train_tokenizer": "data.prepare.vocabulary.learn",
     "scripts/verify_dataset": "data.prepare.verify.verify",
