@@ -37,7 +37,7 @@ def documents_in(
         first, last = max(start - begin, 0), min(stop - begin, shard.tokens)
         if first >= last:
             return
-        names = [manifest.set_names[number] for number in manifest.sets_of(shard)]
+        names = [manifest.set_names[number] for number in shard.sets]
         records, token = _find(dataset_dir, manifest, shard, first, last)
         for end, input_, number, set_ in records.tolist():
             yield Origin(begin + token, begin + end, names[set_], manifest.inputs[input_], number)
@@ -98,7 +98,7 @@ def wrong_record(records: np.ndarray, begin: int, manifest: Manifest, shard: Sha
         (ends <= begins, "end at token {end}, where it begins or before"),
         (ends > shard.tokens, f"end at token {{end}} of {shard.tokens}"),
         (inputs >= len(manifest.inputs), f"be from input {{input}} of {len(manifest.inputs)}"),
-        (sets >= (n_sets := len(manifest.sets_of(shard))), f"be of set {{set}} of {n_sets}"),
+        (sets >= (n_sets := len(shard.sets)), f"be of set {{set}} of {n_sets}"),
         (records["number"] == 0, "have the number {number} in its input"),
     ):
         if wrong.any():

@@ -135,7 +135,7 @@ def _documents(dataset_dir: Path, manifest: Manifest) -> Iterator[tuple[np.ndarr
             records = read_index(dataset_dir, manifest, shard)
             yield (
                 begin + records["end"].astype(np.int64),
-                np.array(manifest.sets_of(shard))[records["set"]],
+                np.array(shard.sets)[records["set"]],
             )
             track.advance(records.size)
             begin += shard.tokens

@@ -8,7 +8,7 @@ train-00000.idx ...         which documents these are: HEADER (32 bytes), then a
 val-00000.idx ...
 
 data/prepare/spans.py writes shards, data/documents.py finds documents in them, data/prepare/verify.py recomputes
-what the manifest says. Version 2 of the manifest, which has no sets in its shards, is read too.
+what the manifest says.
 """
 
 import bisect
@@ -16,7 +16,7 @@ import functools
 import hashlib
 import itertools
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,6 +26,7 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from common.files import file_size, read_json, sha256_file
 from common.settings import JsonDict, Settings, UserError, decode
 
+_FORMAT_VERSION: Literal[3] = 3
 _INDEX_VERSION = 2
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -35,7 +36,7 @@ HEADER = struct.Struct("<8sIIQQ")
 MAGIC = b"LOGGPTIX"
 RECORD = np.dtype([("end", "<u8"), ("input", "<u4"), ("number", "<u8"), ("set", "<u2")])
 """A document: its end in its shard, in tokens, <|endoftext|> included; its input, a number into the manifest's inputs,
-and its number in that input, from 1; its set, a number into `Manifest.sets_of` its shard."""
+and its number in that input, from 1; its set, a number into the sets of its Shard."""
 MAX_SETS = 2**16
 
 
@@ -77,8 +78,8 @@ class Shard(Strict):
     documents: PositiveCount
     sha256: Sha256
     index_sha256: Sha256
-    sets: list[Count] | None = None
-    """For each set number of the index, a number into the manifest's set_names. None: the same numbers (version 2)."""
+    sets: list[Count]
+    """For each set number of the index, a number into the manifest's set_names."""
 
     @property
     def index_file(self) -> str:
@@ -125,7 +126,7 @@ class TokenizerId(Strict):
 class Manifest(Strict):
     """The contents of a dataset directory."""
 
-    format_version: Literal[2, 3] = 3
+    format_version: Literal[3] = _FORMAT_VERSION
     tokenizer: TokenizerId
     inputs: list[str]
     """The files or other sources that were read, in order."""
@@ -147,13 +148,10 @@ class Manifest(Strict):
                     raise ValueError(
                         f"shard {i} of {name} is {shard.file!r}, must be {shard_file(name, i)!r}"
                     )
-                sets = shard.sets or []
-                is_valid = len({*sets}) == len(sets) and all(
-                    number < len(self.set_names) for number in sets
-                )
-                if not is_valid or (shard.sets is None) != (self.format_version == 2):
-                    where = f"shard {shard.file} of format version {self.format_version}"
-                    raise ValueError(f"{where} has the sets {shard.sets} of {len(self.set_names)}")
+                sets = set(shard.sets)
+                if len(sets) < len(shard.sets) or any(n >= len(self.set_names) for n in sets):
+                    of = f"of {len(self.set_names)}"
+                    raise ValueError(f"shard {shard.file} has the sets {shard.sets} {of}")
             if unknown := sorted(split.sets.keys() - set(self.set_names)):
                 raise ValueError(f"set {unknown[0]!r} of {name} is not in set_names")
             counted = split.total
@@ -182,18 +180,13 @@ class Manifest(Strict):
             (shard.index_file, index_size, shard.index_sha256),
         ]
 
-    def sets_of(self, shard: Shard) -> Sequence[int]:
-        """Return the number into set_names of each set number in the index of a shard."""
-        return range(len(self.set_names)) if shard.sets is None else shard.sets
-
     @property
     def fingerprint(self) -> str:
         """A hex digest of tokenizer, tokens and sets: a run continues only on a dataset with the same fingerprint."""
         lines = [self.tokenizer.sha256, *self.set_names]
         for name, split in sorted(self.splits.items()):
             for shard in split.shards:
-                sets = "" if shard.sets is None else f" {shard.sets}"
-                lines.append(f"{name} {shard.sha256} {shard.index_sha256}{sets}")
+                lines.append(f"{name} {shard.sha256} {shard.index_sha256} {shard.sets}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -245,8 +238,8 @@ def parse_manifest(dataset_dir: Path) -> Manifest:
         raise UserError(f"dataset_dir={dataset_dir} does not exist or has no {MANIFEST}: {remedy}")
     raw = read_json(path)
     version = raw.get("format_version") if isinstance(raw, dict) else None
-    if version not in (2, 3):
-        given = f"format version {repr(version)[:40]}, this program reads 2 and 3"
+    if version != _FORMAT_VERSION:
+        given = f"format version {repr(version)[:40]}, this program reads {_FORMAT_VERSION}"
         raise UserError(f"{path} has {given}: prepare it again")
     try:
         return decode(Manifest, raw)

@@ -13,7 +13,8 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import gelu, glu, silu
 
-from common.settings import Settings, values_of, variant_names
+from common.config_files import group_values
+from common.settings import Settings, variant_names
 from model.attention import ATTENTION, AttentionConfig
 from model.attention.base import Attention
 from model.layers import Embedding, FusedLinear, Linear, Recompute, gated_linear, recomputing
@@ -232,7 +233,9 @@ class GPTConfig(Settings):
             if not isinstance(item, str):
                 return item
             return (
-                attention if item == own else values_of("model/attention", item) or {"name": item}
+                attention
+                if item == own
+                else group_values("model/attention", item) or {"name": item}
             )
 
         return {**raw, "attention_pattern": [settings(item) for item in pattern]}

@@ -12,9 +12,6 @@ A checkpoint is a folder `step-00001000` with
 It is written under another name, synced, and renamed: a crash leaves nothing half-written under a checkpoint's name.
 The sums detect later damage, and the previous checkpoint is used. `latest` and `best` beside the checkpoints are
 text files that hold a checkpoint's name, for people; a run is resumed from the newest checkpoint that is whole.
-
-Older versions wrote model and optimizer of sharded runs in parts, such as model-00001-of-00004.safetensors, which has
-the first rows of every tensor. Such checkpoints are still read.
 """
 
 import contextlib
@@ -100,8 +97,8 @@ class Checkpoint:
 
     path: Path
     state: TrainState
-    sums: Mapping[str, Mapping[str, str]]
-    """For each of _FILES, the sha256 of its parts by name, in order. A file that is not in parts is the only one."""
+    sums: Mapping[str, str]
+    """The sha256 of each of _FILES."""
     damaged: tuple[Path, ...] = ()
     """Newer checkpoints of the run, which are damaged."""
 
@@ -128,9 +125,7 @@ class Checkpoint:
         Raises:
             UserError: the checkpoint does not hold exactly the expected tensors.
         """
-        return read_tensors(
-            [self.path / file for file in self.sums[f"{name}.safetensors"]], expected, rows
-        )
+        return read_tensors([self.path / f"{name}.safetensors"], expected, rows)
 
     def write_result(self, name: str, content: bytes | str) -> None:
         """Write a file into the run directory and print its path. Only warns if the directory is read-only."""
@@ -259,14 +254,14 @@ def _open(path: Path, files: Collection[str]) -> Checkpoint:
         Damaged: a file is missing or differs, or the manifest has another format.
     """
     sums = _read_sums(path)
-    for name, sha256 in (part for file in files for part in sums[file].items()):
+    for name in files:
         try:
             found = sha256_file(path / name)
         except (UserError, OSError) as error:
             if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EIO):
                 raise  # it may pass, or a person can fix it; EIO means a damaged disk
             raise Damaged(f"{path / name} is missing or damaged: {error}") from None
-        if found != sha256:
+        if found != sums[name]:
             raise Damaged(f"{path / name} is missing or damaged: its sha256 is not the manifest's")
     state = read_json(path / "state.json", limit=_LARGEST_STATE)
     try:
@@ -275,8 +270,8 @@ def _open(path: Path, files: Collection[str]) -> Checkpoint:
         raise UserError(f"{path / 'state.json'}: {error}") from None
 
 
-def _read_sums(path: Path) -> dict[str, dict[str, str]]:
-    """The sums in a checkpoint's manifest: for each of _FILES, those of its parts, by name and in order."""
+def _read_sums(path: Path) -> dict[str, str]:
+    """The sums of _FILES in a checkpoint's manifest."""
     try:
         manifest = decode(Digests, read_json(path / "manifest.json", limit=_LARGEST_STATE))
     except UserError as error:
@@ -292,17 +287,9 @@ def _read_sums(path: Path) -> dict[str, dict[str, str]]:
                 == version
             )
         raise UserError(f"{message}: use another run_dir") if other else Damaged(message)
-    found, names = manifest.sha256, {file: [file] for file in _FILES}
-    if (count := sum(name.startswith("model-") for name in found)) > 0:
-        for stem in ("model", "optimizer"):
-            names[f"{stem}.safetensors"] = [
-                f"{stem}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)
-            ]
-    if set(found) != {name for parts in names.values() for name in parts}:
-        raise Damaged(
-            f"{path / 'manifest.json'} is damaged: it must list {', '.join(_FILES)}, or all of their parts"
-        )
-    return {file: {name: found[name] for name in parts} for file, parts in names.items()}
+    if manifest.sha256.keys() != set(_FILES):
+        raise Damaged(f"{path / 'manifest.json'} is damaged: it must list {', '.join(_FILES)}")
+    return manifest.sha256
 
 
 def load_model(path: str | Path | Checkpoint, average: bool = True) -> tuple[GPT, Tokenizer]:

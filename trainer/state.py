@@ -10,7 +10,7 @@ from data.mixture import DataConfig
 from model.gpt import GPTConfig
 from trainer.bad_steps import LossStatistics
 
-FORMAT_VERSION: Literal[3] = 3
+FORMAT_VERSION: Literal[4] = 4
 NO_DATASET = Path("no-dataset-that-was-given")
 """The dataset of an imported model."""
 
@@ -52,7 +52,7 @@ class FixedSettings(Settings):
 class TrainState(FixedSettings):
     """The state of a run besides its tensors."""
 
-    format_version: Literal[3] = FORMAT_VERSION
+    format_version: Literal[4] = FORMAT_VERSION
     optimizer: str = "adamw"
     """Its name: another one has other state."""
     step: int = Field(ge=0, lt=10**18)

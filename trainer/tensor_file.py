@@ -47,7 +47,7 @@ def save_file(
 def read_tensors(
     paths: Sequence[Path], expected: Expected, rows: Mapping[str, slice] | None = None
 ) -> dict[str, Tensor]:
-    """The tensors of safetensors files, each of which has some of their rows, in order; on the CPU.
+    """The tensors of safetensors files, on the CPU.
 
     Args:
         rows: what to read of some tensors; the others are read whole.
@@ -57,39 +57,27 @@ def read_tensors(
             shape or type. The message names the first file and the tensor.
     """
     wrong = f"{paths[0]} does not hold the tensors it should: "
-    parts: dict[str, list[Tensor]] = {}
+    found: dict[str, Tensor] = {}
     for path in paths:
         with _opened(path) as file:
             for name in sorted(file.keys()):
-                parts.setdefault(name, []).append(
-                    file.get_tensor(name)
-                )  # mapped: nothing is read yet
-    if odd := sorted(expected.keys() ^ parts.keys()):
-        raise UserError(
-            f"{wrong}{odd[0][:80]!r} is {'missing' if odd[0] in expected else 'unknown'}"
-        )
-    found = {}
+                found[name] = file.get_tensor(name)  # mapped: nothing is read yet
+    odd = sorted(expected.keys() ^ found.keys())
+    if odd:
+        what = "missing" if odd[0] in expected else "unknown"
+        raise UserError(f"{wrong}{odd[0][:80]!r} is {what}")
     for name, (shape, dtypes) in expected.items():
-        shape_found, *others = (part.shape for part in parts[name])
-        if others:
-            if (
-                not all([shape_found, *others])
-                or len({each[1:] for each in [shape_found, *others]}) > 1
-            ):
-                raise UserError(f"{wrong}the parts of {name} do not fit together")
-            shape_found = torch.Size([sum(map(len, parts[name])), *shape_found[1:]])
-        if shape_found != shape:
+        tensor = found[name]
+        if tensor.shape != shape:
+            shapes = f"the shape {list(tensor.shape)}, must have {list(shape)}"
+            raise UserError(f"{wrong}{name} has {shapes}")
+        if tensor.dtype not in dtypes:
+            allowed = " or ".join(sorted(map(_short, dtypes)))
             raise UserError(
-                f"{wrong}{name} has the shape {list(shape_found)}, must have {list(shape)}"
+                f"{wrong}{name} has the type {_short(tensor.dtype)}, must have {allowed}"
             )
-        for part in parts[name]:
-            if part.dtype not in dtypes:
-                allowed = " or ".join(sorted(map(_short, dtypes)))
-                raise UserError(
-                    f"{wrong}{name} has the type {_short(part.dtype)}, must have {allowed}"
-                )
-        whole = torch.cat(parts[name]) if others else parts[name][0]
-        found[name] = whole[rows[name]].clone() if rows and name in rows else whole
+        if rows and name in rows:
+            found[name] = tensor[rows[name]].clone()
     return found
 
 

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from common.command_line import source_for
 from common.console import say
 from common.settings import JsonDict, PathText, Settings, UserError
 from data.chat import parse_message
@@ -344,7 +343,7 @@ class HubSource(Source, defaults="data/hf"):
             what = (
                 f"data.path={self.path}: data=hf reads .parquet, .arrow, .csv and .json files here"
             )
-            raise UserError(f"{what}; for this one, give data={source_for(self.path)}")
+            raise UserError(f"{what}; for this one, give data={_source_for(self.path)}")
         return {self.path: None}
 
     def documents(
@@ -489,3 +488,11 @@ def _messages(record: JsonDict) -> Any:
         return prompt + completion
     pair = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     return None if completion is None else pair
+
+
+def _source_for(path: str) -> str:
+    """Return the name of the source that reads a file, by the file's name."""
+    name = path.lower()
+    if re.search(r"\.(jsonl|ndjson)(\.\w+)?$", name):
+        return "jsonl"
+    return "tokens" if name.endswith((".bin", ".npy")) else "text"

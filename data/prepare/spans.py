@@ -445,6 +445,7 @@ class _Shard:
             documents=self.documents,
             sha256=of_ids,
             index_sha256=of_index,
+            sets=[],  # known when spans are joined
         )
         sets = {of: Counts(**amounts) for of, amounts in self.sets.items()}
         return Split(sets=sets, shards=[shard])

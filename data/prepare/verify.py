@@ -116,7 +116,7 @@ def _read_shard(
         manifest.tokenizer.n_vocab,
     )
     records = read_index(dataset_dir, manifest, shard)
-    ends, set_numbers = records["end"].astype(np.int64), np.array(manifest.sets_of(shard))
+    ends, set_numbers = records["end"].astype(np.int64), np.array(shard.sets)
     sets = np.zeros((len(manifest.set_names), len(Counts.model_fields)), np.int64)
     first = begin = 0
     with open_file(path) as file:

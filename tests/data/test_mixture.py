@@ -201,7 +201,7 @@ def test_a_mixture_that_cannot_be(dataset, weights, message):
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({"A": -1}, "mixture.A=-1: give 0.0 or more"),
+        ({"A": -1}, "mixture.A=-1: Input should be greater than or equal to 0"),
         ({"A": float("inf")}, "mixture.A=inf: .*finite"),
         ({"A": "much"}, "mixture.A='much'"),
         ([1, 2], "mixture="),

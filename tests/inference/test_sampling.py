@@ -343,7 +343,7 @@ def test_stop_strings_are_read_as_people_give_them(given, stop):
     ("changes", "message"),
     [
         ({"stop": "[a, b]"}, "give a text, or a JSON list"),
-        ({"stop": ""}, "1 or more characters"),
+        ({"stop": ""}, "at least 1 character"),
         ({"prompt": "a", "prompts_file": "b"}, "prompt and prompts_file are both given"),
         ({"interactive": True, "num_samples": 2}, "num_samples=2 cannot be used with interactive=true"),
         ({"interactive": True, "prompt": "-"}, "prompt=- cannot be used with interactive=true"),
