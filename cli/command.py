@@ -7,7 +7,6 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from itertools import takewhile
 from pkgutil import resolve_name
 from typing import Any, NoReturn, get_type_hints
 
@@ -15,9 +14,8 @@ import yaml
 from pydantic import create_model
 
 from cli.compose import compose, to_dict
-from cli.help import comments_of, help_of, with_comments
-from cli.options import refuse_misplaced
-from cli.resume import compose_training
+from cli.help import help_of, with_comments
+from cli.resume import compose_run
 from cli.sweep import Command, run_sweep
 from common import exits
 from common.console import guard_output, print_error
@@ -64,16 +62,8 @@ def command(
 
     def work(config: JsonDict, only_check: bool = False) -> float | None:
         function: Command = resolve_name(run)
-        try:
-            decoded = decode(
-                resolve_name(settings) if settings else _arguments(function),
-                _with_texts(config, texts),
-            )
-        except UserError as error:
-            comment = comments_of(config, config_name).get(
-                re.sub(r"\.\d+$", "", error.key)
-            )  # also of a list's item
-            raise UserError(f"{error} ({comment})" if comment else error) from None
+        kind = resolve_name(settings) if settings else _arguments(function)
+        decoded = decode(kind, _with_texts(config, texts))
         if only_check:
             return resolve_name(check)(decoded) if check else None
         allow_cleanup()
@@ -132,27 +122,20 @@ def reported(run: Callable[[], None], debug: bool, when_interrupted: str) -> int
 
 
 def _run(config_name: str, run: Command, texts: dict[str, str], debug: bool) -> None:
-    for word in sys.argv[1:]:
-        if word.endswith("\r"):
-            raise UserError(
-                f"{word} ends with a carriage return: store your script with Unix line ends"
-            )
-        if re.match(r"-(?!cd$|help$)[a-z]\w", word):  # argparse reads -max_steps as -m
-            refuse_misplaced(word, config_name, False, "")
-    flags, options = _parser(config_name).parse_known_args()
-    overrides = [
-        f"{key}=null" if (key := option.partition("=")[0]) in texts else option
-        for option in options
-    ]
+    words = sys.argv[1:]
+    if re.search("[\udc80-\udcff]", " ".join(words)):  # Python's form of other bytes
+        raise UserError("an option is not in UTF-8, which JSON files need: rename what it names")
+    flags = _parser(config_name).parse_intermixed_args(words)
     if flags.help:
         return print(help_of(config_name))
-    for i, option in enumerate(overrides):
-        words = takewhile(lambda word: "=" not in word, options[i:])
-        refuse_misplaced(option, config_name, flags.multirun, " ".join([*options[:i][-1:], *words]))
+    overrides = []
+    for option in flags.options:
+        key = option.partition("=")[0]
+        overrides.append(f"{key}=null" if key in texts else option)
     if flags.multirun:
         return run_sweep(config_name, overrides, flags.config_dir, run, debug)
     if config_name in ("train", "plan"):
-        config = compose_training(overrides, flags.config_dir, not flags.cfg, config_name)
+        config = compose_run(config_name, overrides, flags.config_dir, complete=not flags.cfg)
     else:
         config = to_dict(compose(config_name, overrides, flags.config_dir), complete=not flags.cfg)
     if flags.cfg == "run_dir":  # for scripts that look into the folder
@@ -171,6 +154,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(config_name: str) -> argparse.ArgumentParser:
     parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("options", nargs="*")
     instead = parser.add_mutually_exclusive_group()
     parser.add_argument("-h", "-help", "--help", action="store_true")
     parser.add_argument("--debug", action="store_true")

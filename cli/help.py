@@ -4,8 +4,9 @@ import re
 from collections.abc import Iterator
 from textwrap import fill
 
-from cli.options import DEFAULTS, explained, groups_of, value_at, with_keys
-from common.settings import CONFIGS, JsonDict
+from cli.options import groups_of, value_at
+from common.config_files import CONFIGS, DEFAULTS, config_file, with_keys
+from common.settings import JsonDict
 
 
 def help_of(config_name: str) -> str:
@@ -31,7 +32,7 @@ def _groups(config_name: str) -> Iterator[str]:
         keys = {
             key: None
             for name in names
-            for key in explained(CONFIGS / group / f"{name}.yaml")
+            for key in config_file(f"{group}/{name}").comments
             if key != "name"
         }
         listed = "" if group == "experiment" or not keys else f"; keys {', '.join(keys)}"
@@ -45,11 +46,11 @@ def _groups(config_name: str) -> Iterator[str]:
 
 def comments_of(composed: JsonDict, config_name: str) -> dict[str, str]:
     """Return the comments of configs/ on the dotted keys of a composed configuration."""
-    comments = explained(CONFIGS / f"{config_name}.yaml")
+    comments = dict(config_file(config_name).comments)
     for group, names in groups_of(config_name).items():
         chosen = value_at(composed, *group.split("/"), "name")
         for name in sorted(names, key=lambda name: name != chosen):
-            for key, comment in explained(CONFIGS / group / f"{name}.yaml").items():
+            for key, comment in config_file(f"{group}/{name}").comments.items():
                 if comment:
                     comments.setdefault(f"{group.replace('/', '.')}.{key}", comment)
     return comments

@@ -1,101 +1,111 @@
-"""Settings that need not be given, as a run or a dataset has them: `train.py run_dir=X` continues the run in X."""
+"""Settings that need not be given, as a run, a model or a dataset has them: `train.py run_dir=X` continues the run in X.
+
+The defaults of configs/ come first, then what is stored, then the options.
+"""
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
-from cli.compose import compose, keys_and_values, to_dict
-from cli.options import groups_of, value_at
+from cli.compose import compose, to_dict
+from cli.options import groups_of, keys_and_values, value_at
+from common.config_files import group_values
 from common.files import read_json
-from common.settings import JsonDict, UserError, values_of
+from common.settings import JsonDict, UserError
 
 _OF_ONE_COMMAND = {"resume", "stop_at"}
 
 
-def compose_training(
-    options: list[str], config_dir: str | None, complete: bool, config_name: str
+def compose_run(
+    config_name: str,
+    options: list[str],
+    config_dir: str | None = None,
+    complete: bool = True,
+    job: str = "",
 ) -> JsonDict:
-    """Compose train.yaml or plan.yaml with these options, over the settings of the run in run_dir, if it holds one.
+    """Compose train.yaml or plan.yaml with what is stored and these options.
 
-    With an `experiment`, which is complete, or if a key is deleted (~KEY), the run's own settings are not used. Hydra
-    gets only names of files in configs/ from config.json; all other values are data. `complete`: as for to_dict.
+    The settings of the run in run_dir are used unless an `experiment`, which is complete, is given or a key is deleted
+    (~KEY).
+
+    Args:
+        complete: as for `to_dict`.
+        job: the folder of a sweep's job in run_dir. Jobs do not use a run's settings.
+
+    Raises:
+        UserError: an option is wrong, or there is no run to continue.
     """
     given = keys_and_values(options)
-    continues = "run_dir" in given and not given.keys() & {"experiment", "~"}
-    run_dir = Path(os.path.expanduser(str(given.get("run_dir"))))
-    own = _settings_of(run_dir) if continues else {}
-    is_damaged, trains = (run_dir / "config.json").exists(), config_name == "train"
-    enough = {"dataset_dir"} if trains else {"dataset_dir", "model"}
-    if (
-        continues
-        and complete
-        and not own
-        and (not given.keys() & enough or (is_damaged and not trains))
-    ):
-        why = "a damaged config.json" if is_damaged else "no run to continue"
-        more = " or dataset_dir=..." if trains else ""
-        raise UserError(f"run_dir={given['run_dir']} holds {why}: give experiment=...{more}")
-    if not own:
-        composed = to_dict(compose(config_name, options, config_dir), complete)
-        return with_known(composed, options, continues=trains)
-    variants = [
-        f"{group}={name}"
-        for group, names in groups_of("train").items()
-        if (name := value_at(own, *group.split("/"), "name")) in names
-        and not any(f"{group}/".startswith(f"{key}/") for key in given)
-    ]
-    trackers = [name for name in groups_of("train")["tracker"] if value_at(own, "tracker", name)]
-    variants += [f"tracker=[{','.join(trackers)}]"] if trackers and "tracker" not in given else []
-    composed = to_dict(
-        compose(config_name, ["dataset_dir=null", *variants, *options], config_dir), complete
-    )
-    return with_known(
-        _over(composed, own, {key.replace("/", ".") for key in given} | _OF_ONE_COMMAND), options
-    )
+    stored: JsonDict = {}
+    if "run_dir" in given and not job and not given.keys() & {"experiment", "~"}:
+        stored = _stored_run(Path(os.path.expanduser(str(given["run_dir"]))))
+        if complete and not stored and not given.keys() & {"dataset_dir", "model"}:
+            what = "holds no run to continue, or a damaged config.json"
+            raise UserError(f"run_dir={given['run_dir']} {what}: give experiment=...")
+    config = _composed(config_name, options, config_dir, complete, stored)
+    begun = config_name == "train" or stored
+    model = _stored_run(Path(str(config.get("run_dir")), job)).get("model", {}) if begun else {}
+    takes_model = config.get("init_from") is not None and "model" not in given and not stored
+    if takes_model:
+        model = model or _model_of(Path(str(config["init_from"])))
+        config = _composed(config_name, options, config_dir, complete, {"model": model})
+    if job:
+        config["run_dir"] = str(Path(config["run_dir"], job))
+    if "model.n_vocab" not in given and isinstance(config.get("model"), dict):
+        n_vocab = _vocabulary(config, model, takes_model)
+        config["model"] = config["model"] | {"n_vocab": n_vocab}
+    return config
 
 
-def with_known(composed: JsonDict, options: list[str], continues: bool = True) -> JsonDict:
-    """Return a composed run with the model of init_from, or the n_vocab of its dataset, unless options give them.
+def _composed(
+    config_name: str, options: list[str], config_dir: str | None, complete: bool, stored: JsonDict
+) -> JsonDict:
+    """Compose with the groups that the stored settings name, and merge those settings in.
 
-    `continues`: the run in run_dir, if it holds one, is continued: its own settings come first.
+    Hydra gets only names of files in configs/ from stored settings; all other values are data.
     """
-    given = [key.replace("/", ".") for key in keys_and_values(options)]
-    model = composed["model"]
-    own_model = (
-        _read(Path(str(composed["run_dir"]), "config.json"), "config", "model") if continues else {}
-    )
-    dataset = _read(Path(str(composed["dataset_dir"]), "manifest.json"), "tokenizer")
-    usual = {values_of("model", name).get("n_vocab") for name in groups_of("train")["model"]}
-    takes_model = composed["init_from"] is not None and "model" not in given
-    if takes_model and (found := own_model or _model_of(Path(str(composed["init_from"])))):
-        model = _with_given(
-            found, model, [key.removeprefix("model.") for key in given if key.startswith("model.")]
-        )
-        if (
-            "model.n_vocab" not in given
-        ):  # the dataset's tokenizer may have markers that the model's lacks
-            known_ids = [
-                each
-                for each in (model.get("n_vocab"), dataset.get("n_vocab"))
-                if isinstance(each, int)
-            ]
-            model = model | {"n_vocab": max(known_ids, default=None)}
-    elif (
-        isinstance(model, dict) and "model.n_vocab" not in given and model.get("n_vocab") in usual
-    ):  # else the user's
-        known = own_model or dataset or model
-        model = model | {"n_vocab": known.get("n_vocab", model["n_vocab"])}
-    return composed | {"model": model}
+    given = keys_and_values(options).keys()
+    chosen = ["dataset_dir=null"] if "dataset_dir" in stored else []
+    for group, names in groups_of("train").items():
+        name = value_at(stored, *group.split("/"), "name")
+        if name in names and not any(f"{group}/".startswith(f"{key}/") for key in given):
+            chosen.append(f"{group}={name}")
+    trackers = [name for name in groups_of("train")["tracker"] if value_at(stored, "tracker", name)]
+    if trackers and "tracker" not in given:
+        chosen.append(f"tracker=[{','.join(trackers)}]")
+    composed = to_dict(compose(config_name, [*chosen, *options], config_dir), complete)
+    kept = {key.replace("/", ".") for key in given} | _OF_ONE_COMMAND
+    return _merged(composed, stored, kept)
 
 
-def _with_given(known: JsonDict, composed: JsonDict, given: list[str]) -> JsonDict:
-    """Return known settings with what was composed at the given keys: ["n_layer", "attention.conv"]."""
-    for key in given:
-        first, _, rest = key.partition(".")
-        before, new = known.get(first), composed[first]
-        if rest and isinstance(before, dict):
-            new = _with_given(before, new, [rest])
-        known = known | {first: new}
-    return known
+def _merged(composed: JsonDict, stored: JsonDict, kept: Collection[str]) -> JsonDict:
+    """Return composed settings with the stored values of all keys but those in `kept`, which are dotted."""
+    merged = dict(composed)
+    for key, value in composed.items():
+        if key in kept or key not in stored:
+            continue
+        if isinstance(value, dict) and isinstance(stored[key], dict):
+            inside = {name.removeprefix(f"{key}.") for name in kept if name.startswith(f"{key}.")}
+            merged[key] = _merged(value, stored[key], inside)
+        else:
+            merged[key] = stored[key]
+    return merged
+
+
+def _vocabulary(config: JsonDict, model: JsonDict, of_init_from: bool) -> int | None:
+    """Return model.n_vocab: that of the run's model or of the dataset, unless a file of the user's gives another.
+
+    With init_from, the larger one: the dataset's tokenizer may have markers that the model's lacks.
+    """
+    dataset = _read(Path(str(config["dataset_dir"]), "manifest.json"), "tokenizer").get("n_vocab")
+    composed: int | None = config["model"].get("n_vocab")
+    if of_init_from and model:
+        known = [n for n in (composed, dataset) if isinstance(n, int)]
+        return max(known, default=None)
+    shipped = groups_of("train")["model"]
+    if composed in {group_values("model", name).get("n_vocab") for name in shipped}:
+        return model.get("n_vocab") or dataset or composed
+    return composed
 
 
 def _model_of(path: Path) -> JsonDict:
@@ -103,9 +113,20 @@ def _model_of(path: Path) -> JsonDict:
     if path.name in ("latest", "best") and path.is_file():
         path = path.with_name(path.read_text(errors="replace").strip())
     for folder in (path, *sorted(path.glob("checkpoints/step-*"), reverse=True)):
-        if model := _read(folder / "state.json", "model"):
+        model = _read(folder / "state.json", "model")
+        if model:
             return model
     return {}
+
+
+def _stored_run(run_dir: Path) -> JsonDict:
+    """Return the settings of a run; {} if there is none, or a damaged record, of which training warns."""
+    stored = _read(run_dir / "config.json", "config")
+    environment = _read(run_dir / "config.json", "environment")
+    moved = stored and not Path(str(stored.get("dataset_dir"))).exists()
+    if moved and "dataset_dir" in environment:  # the run was started in another folder
+        stored["dataset_dir"] = environment["dataset_dir"]
+    return stored
 
 
 def _read(file: Path, *keys: str) -> JsonDict:
@@ -115,25 +136,3 @@ def _read(file: Path, *keys: str) -> JsonDict:
     except UserError:
         return {}
     return section if isinstance(section, dict) else {}
-
-
-def _settings_of(run_dir: Path) -> JsonDict:
-    own = _read(run_dir / "config.json", "config")
-    known = _read(run_dir / "config.json", "environment")
-    if (
-        own and "dataset_dir" in known and not Path(str(own.get("dataset_dir"))).exists()
-    ):  # started in another folder
-        own["dataset_dir"] = known["dataset_dir"]
-    return own  # {} of no run, or of a damaged record, of which training warns
-
-
-def _over(composed: JsonDict, own: JsonDict, given: set[str], prefix: str = "") -> JsonDict:
-    """Return what was composed, with the run's own values of all keys that were not given."""
-    merged = dict(composed)
-    for key, value in composed.items():
-        path = f"{prefix}{key}"
-        if path in given or key not in own:
-            continue
-        both = isinstance(value, dict) and isinstance(own[key], dict)
-        merged[key] = _over(value, own[key], given, f"{path}.") if both else own[key]
-    return merged

@@ -25,8 +25,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cli.compose import compose, explain, read_options, to_dict
-from cli.resume import with_known
+from cli.compose import compose, explain, to_dict
+from cli.options import read_options
+from cli.resume import compose_run
 from cli.workers import among_others, let_workers_save, visible_gpus
 from common.console import print_error, say, warn
 from common.files import name_of, refuse_foreign
@@ -134,7 +135,7 @@ def _by_kind(options: list[str]) -> tuple[list[str], list[list[str]], dict[str, 
         Options for Hydra itself.
     """
     fixed, values, swept, for_hydra = [], [], {}, []
-    parsed = OverridesParser.create().parse_overrides(read_options(options, in_sweep=True))
+    parsed = OverridesParser.create().parse_overrides(read_options(options))
     for key, option in {option.get_key_element(): option for option in parsed}.items():
         if option.is_hydra_override():
             for_hydra.append(str(option.input_line))
@@ -161,11 +162,11 @@ def _by_kind(options: list[str]) -> tuple[list[str], list[list[str]], dict[str, 
 def _configuration(
     config_name: str, fixed: list[str], config_dir: str | None, varied: Sequence[str]
 ) -> JsonDict:
-    config = to_dict(compose(config_name, [*fixed, *varied], config_dir))
-    if "run_dir" in config:
-        own = sorted(option for option in varied if not option.startswith("run_dir="))
-        config["run_dir"] = str(Path(config["run_dir"]) / name_of(own))
-    return with_known(config, [*fixed, *varied]) if config_name == "train" else config
+    options = [*fixed, *varied]
+    varied = sorted(option for option in varied if not option.startswith("run_dir="))
+    if config_name == "train":
+        return compose_run(config_name, options, config_dir, job=name_of(varied))
+    return to_dict(compose(config_name, options, config_dir))
 
 
 def _run_job(

@@ -1,14 +1,12 @@
 """Settings: frozen pydantic models that refuse unknown keys, and the one-line errors they raise."""
 
 import difflib
-import functools
 import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -19,24 +17,18 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from common.config_files import config_file
 from common.memory import out_of_memory
-from common.removed import removed_key, without_removed
-
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 JsonDict = dict[str, Any]
 """A JSON object, or a composed configuration."""
 
 
 class UserError(ValueError):
-    """A mistake that the user can fix. Commands print one line: what was given, what is allowed, what to do.
+    """A mistake that the user can fix. Commands print one line: what was given, what is allowed, what to do."""
 
-    key: the dotted key of a setting whose value is not allowed; "" for other mistakes.
-    """
-
-    def __init__(self, message: object, key: str = "") -> None:
+    def __init__(self, message: object) -> None:
         super().__init__(_presentable(str(message)))
-        self.key = key
 
 
 def line_for(error: BaseException) -> str | None:
@@ -90,11 +82,11 @@ class Settings(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, coerce_numbers_to_str=True
     )
-    _files: ClassVar[tuple[str, ...]] = ()
+    _file: ClassVar[str] = ""
 
     def __init_subclass__(cls, defaults: str = "") -> None:
-        """`defaults`: the file of this class's default values; the base class keeps its own file."""
-        cls._files = (*cls._files, defaults) if defaults else cls._files
+        """`defaults`: the file of this class's default values."""
+        cls._file = defaults or cls._file
 
     @model_validator(mode="before")
     @classmethod
@@ -102,20 +94,12 @@ class Settings(BaseModel):
         """Refuse unknown keys, and add the default values of the fields that are not given."""
         if not isinstance(given, dict):
             return given
-        if cls.model_config["extra"] == "forbid":
-            given, refused = without_removed(given, cls.model_fields)
-            for setting, instead in refused.items():
-                raise PydanticCustomError(
-                    "removed", "{instead}", {"setting": setting, "instead": instead}
-                )
-            if unknown := [str(key) for key in given if key not in cls.model_fields]:
-                hint = {"key": unknown[0], "hint": nearest(unknown[0], cls.model_fields)}
-                raise PydanticCustomError("unknown_key", "{hint}", hint)
-        for key, value in given.items():
-            if isinstance(value, bool) and re.search(
-                r"\b(int|float)\b", str(cls.model_fields.get(key))
-            ):
-                given = given | {key: str(value).lower()}  # pydantic reads true as 1
+        unknown = [str(key) for key in given if key not in cls.model_fields]
+        if unknown and cls.model_config["extra"] == "forbid":
+            hint = nearest(unknown[0], cls.model_fields)
+            raise PydanticCustomError(
+                "unknown_key", "unknown key '{key}': {hint}", {"key": unknown[0], "hint": hint}
+            )
         missing = cls.model_fields.keys() - given.keys()
         if not missing:  # exported models bring complete settings, and no files
             return given
@@ -133,33 +117,13 @@ class Settings(BaseModel):
 
     @classmethod
     def default_values(cls) -> JsonDict:
-        """Return the values in the class's files, by field."""
-        values = {key: value for file in cls._files for key, value in _defaults(file).items()}
+        """Return the values in the class's file, by field."""
+        file, _, section = cls._file.partition(":")
+        if not file:
+            return {}
+        values = config_file(file).values
+        values = values[section] if section else values
         return {key: value for key, value in values.items() if key in cls.model_fields}
-
-
-@functools.cache
-def _defaults(name: str) -> JsonDict:
-    """Return the values in a file of configs/, or in a section of it, without those that a user must give."""
-    file, _, section = name.partition(":")
-    values = yaml.safe_load((CONFIGS / f"{file}.yaml").read_text(encoding="utf-8"))
-    return {
-        key: value
-        for key, value in (values[section] if section else values).items()
-        if value != "???"
-    }
-
-
-def values_of(group: str, name: str) -> JsonDict:
-    """Return the values of a file in a group of configs/, and of those that it is based on; {} if there is no file."""
-    if not (name.isidentifier() and (CONFIGS / group / f"{name}.yaml").exists()):
-        return {}
-    values = dict(_defaults(f"{group}/{name}"))
-    found: JsonDict = {}
-    for base in values.pop("defaults", []):
-        if str(base).isidentifier() and base != "_self_":
-            found |= values_of(group, base)
-    return found | values
 
 
 S = TypeVar("S", bound=Settings)
@@ -174,39 +138,25 @@ def decode(cls: type[S], raw: Any) -> S:
     try:
         return cls.model_validate(raw)
     except ValidationError as error:
-        raise _refusal(raw, error.errors()) from None
+        raise UserError(_refusal(raw, error.errors())) from None
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
-    """Suggest a valid name: the closest one, or if none is close, those of its section (the first five of many)."""
-    names, (section, _, last) = sorted(allowed), given.lower().rpartition(".")
-    beside = [name for name in names if name.rpartition(".")[0] == section] or names
-    same = [name for name in names if name.rpartition(".")[2] == last]  # "dtype" is runtime.dtype
-    begun = [
-        name for name in names if re.search(rf"(^|[._]){re.escape(last)}", name)
-    ]  # "lr" is in optim.max_lr
-    longer = [name for name in names if name.startswith(given)]  # "gpt2" is gpt2_124m
-    for close in (same, longer, _alike(last, beside), begun, _alike(last, names)):
-        if last and 0 < len(close) <= 4:
-            return f"did you mean {' or '.join(map(repr, close))}?"
-    if len(beside) > 20:
-        return f"{len(beside)} are allowed, such as {', '.join(beside[:5])}"
-    return f"allowed: {', '.join(beside)}"
-
-
-def _alike(last: str, names: list[str]) -> list[str]:
-    """Return the name whose last part is most like a text, if one is."""
-    by_last = {name.rpartition(".")[2]: name for name in reversed(names)}  # the first of equal ones
-    return [by_last[each] for each in difflib.get_close_matches(last, by_last, n=1)]
+    """Suggest valid names: those that end or begin alike, such as runtime.dtype for dtype, or the closest one."""
+    names = sorted(allowed)
+    end = re.compile(rf"(^|[._]){re.escape(given.rpartition('.')[2])}$")
+    alike = [name for name in names if given and (end.search(name) or name.startswith(given))]
+    close = alike[:4] or difflib.get_close_matches(given, names, n=1)
+    if close:
+        return f"did you mean {' or '.join(map(repr, close))}?"
+    if len(names) > 20:
+        return f"{len(names)} are allowed, such as {', '.join(names[:5])}"
+    return f"allowed: {', '.join(names)}"
 
 
 def differences(before: JsonDict, now: JsonDict) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ, by dotted key: {"model.n_layer": (12, 24)}. A missing value is None."""
     old, new = flat(before), flat(now)
-    for key in old.keys() - new.keys():
-        was = removed_key(key)
-        if was is not None and was.off == old[key]:
-            del old[key]
     different = {
         key: (old.get(key), new.get(key))
         for key in sorted(old | new)
@@ -231,90 +181,31 @@ def flat(tree: JsonDict, prefix: str = "") -> JsonDict:
     return found
 
 
-_SENTENCES = {
-    "missing": "config key '{path}' is missing: give it a value, as in {path}=...",
-    "model": "config {path}{given}: it has keys of its own: give values to them, as in {path}.KEY",
-    "removed": "config {within}{setting} was removed: {instead}",
-    "union_tag_invalid": "config {path}.name={tag!r} does not exist: {nearest}",
-    "union_tag_not_found": "config key '{path}.name' is missing: give it a value",
-    "unknown_key": "unknown config key '{within}{key}': {hint}",
-    "value_error": "config {path}{given}: {error}",
-}
-"""What is said of an error of pydantic's, by its type or the first word of that; of others, what a value may be."""
-
-_ALLOWED = {
-    "bool": "true or false",
-    "dict": "pairs in braces, such as {{a: 1, b: 2}}",
-    "finite": "a finite number",
-    "float": "a number",
-    "greater_than": "more than {gt}",
-    "greater_than_equal": "{ge} or more",
-    "int": "a whole number",
-    "less_than": "less than {lt}",
-    "less_than_equal": "{le} or less",
-    "list": "several values in brackets, such as [{input},...]",
-    "literal": "{expected}",
-    "path": "a path",
-    "string": "a text",
-    "string_too_short": "a text of {min_length} or more characters",
-    "too_long": "at most {max_length} values",
-    "too_short": "{min_length} or more values",
-    "tuple": "several values in brackets, such as [{input},...]",
-}
-"""What a value may be, by the type of an error or the first word of that."""
-
-
-def _refusal(raw: Any, errors: list[Any]) -> UserError:
-    """Return the error for a user. Of a key that takes one thing or another, the innermost wrong value is named."""
-    paths = [_path_in(raw, error["loc"], error["type"] == "missing") for error in errors]
-    within = [path for path in paths if path[: len(paths[0])] == paths[0]]
-    keys = max(within, key=len)
-    here = [error for error, path in zip(errors, paths, strict=True) if path == keys]
+def _refusal(raw: Any, errors: list[Any]) -> str:
+    """Return pydantic's message on the first wrong key, and those on its other types."""
+    path = _path_in(raw, errors[0])
+    here = [error for error in errors if _path_in(raw, error) == path]
+    messages = dict.fromkeys(error["msg"].removeprefix("Value error, ") for error in here)
+    message = " or ".join(messages)
+    if not path:
+        return message
+    given = errors[0]["input"]
+    shown = "" if isinstance(given, dict) else f"={given!r}"
     more = f" (and {len(errors) - len(here)} more)" if len(errors) > len(here) else ""
-    is_known = here[0]["type"] not in ("unknown_key", "removed")
-    return UserError(_sentence(keys, here) + more, ".".join(keys) if is_known else "")
+    return f"config {path}{shown}: {message}{more}"
 
 
-def _sentence(keys: list[str], errors: list[Any]) -> str:
-    first, path = errors[0], ".".join(keys)
-    kind, names = first["type"], first.get("ctx", {})
-    if kind == "missing" and isinstance(first["loc"][-1], int):
-        return f"config {'.'.join(keys[:-1])} has too few values: it needs {first['loc'][-1] + 1} or more"
-    if not path and kind in ("value_error", "model_type"):
-        return str(names.get("error", "it must be an object with keys"))
-    if kind == "union_tag_invalid":
-        names = names | {
-            "nearest": nearest(names["tag"], names["expected_tags"].replace("'", "").split(", "))
-        }
-    allowed = " or ".join(dict.fromkeys(map(_allowed, errors)))
-    given = "" if isinstance(first["input"], dict) else f"={_as_typed(first['input'])}"
-    general = _SENTENCES.get(kind.partition("_")[0], "config {path}{given}: give {allowed}")
-    sentence = _SENTENCES.get(kind, general)
-    return sentence.format(
-        path=path, within=f"{path}." if path else "", given=given, allowed=allowed, **names
-    )
-
-
-def _allowed(error: Any) -> str:
-    kind = error["type"]
-    text = _ALLOWED.get(kind) or _ALLOWED.get(kind.partition("_")[0], "another value")
-    return text.format(input=_as_typed(error["input"]), **error.get("ctx", {}))
-
-
-def _as_typed(value: Any) -> str:
-    return {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
-
-
-def _path_in(raw: Any, loc: tuple[int | str, ...], missing: bool) -> list[str]:
-    """Return the keys of `loc` that the user wrote, or left out, without pydantic's names of union members."""
+def _path_in(raw: Any, error: Any) -> str:
+    """Return the dotted key of an error, without pydantic's names of union members."""
     path = []
-    for i, part in enumerate(loc):
+    for i, part in enumerate(error["loc"]):
         inside: Any = dict(enumerate(raw)) if isinstance(raw, list | tuple) else raw
         inside = inside if isinstance(inside, dict) else {}
-        if part in inside or (missing and i == len(loc) - 1):
+        is_missing = error["type"] == "missing" and i == len(error["loc"]) - 1
+        if part in inside or is_missing:
             path.append(str(part))
             raw = inside.get(part)
-    return path
+    return ".".join(path)
 
 
 def variant_names(cls: Any) -> tuple[str, ...]:

@@ -14,8 +14,9 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import gelu, glu, silu
 
+from common.config_files import group_values
 from common.numbers import ceil_div
-from common.settings import Settings, values_of, variant_names
+from common.settings import Settings, variant_names
 from model.attention import ATTENTION, AttentionConfig
 from model.attention.base import Attention, AttentionSettings
 from model.layers import Embedding, FusedLinear, Linear, Recompute, gated_linear, recomputing
@@ -249,7 +250,7 @@ class GPTConfig(Settings):
                 return item
             if item == default_name:
                 return attention
-            return values_of("model/attention", item) or {"name": item}
+            return group_values("model/attention", item) or {"name": item}
 
         return {**raw, "attention_pattern": [settings(item) for item in pattern]}
 

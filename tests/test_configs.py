@@ -8,7 +8,8 @@ import torch
 
 from cli import compose as compose_command
 from cli import to_dict
-from common.settings import CONFIGS, Settings, decode, differences
+from common.config_files import CONFIGS
+from common.settings import Settings, decode, differences
 from data.prepare.dataset import PrepareConfig
 from inference.evaluate import EvaluateConfig
 from inference.harness import HarnessConfig
@@ -50,7 +51,7 @@ def descendants(cls):
 
 
 def test_a_class_whose_defaults_are_in_a_file_has_none_of_its_own():
-    classes = [cls for cls in descendants(Settings) if cls._files and not cls.__module__.startswith("test")]
+    classes = [cls for cls in descendants(Settings) if cls._file and not cls.__module__.startswith("test")]
     assert len(classes) > 25
     for cls in classes:
         own = cls.model_fields.keys() & cls.__annotations__.keys()

@@ -132,7 +132,7 @@ def test_what_reads_data_does_not_prepare_it():
 @pytest.mark.parametrize(
     ("modules", "allowed"),
     [
-        (["hydra", "omegaconf"], [f"cli/{name}.py" for name in ("command", "compose", "sweep")]),
+        (["hydra", "omegaconf"], [f"cli/{name}.py" for name in ("command", "compose", "options", "sweep")]),
         (["torch.distributed", "torch.nn.parallel"], ["trainer/distributed.py"]),
         (["wandb"], ["trainer/trackers.py"]),
         (["tensorboard", "torch.utils.tensorboard"], ["trainer/trackers.py"]),

@@ -1,11 +1,12 @@
 """A run's curves, short enough to keep and to draw however long the run is; loss.png."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from common.figures import png, short_count
@@ -124,16 +125,21 @@ def draw_losses(curves: RunCurves, path: Path, name: str) -> None:
         axes.plot(*zip(*curves.val, strict=True), color=_VAL, marker=marker, label="validation")
         title = f"validation loss {curves.val[-1][1]:.4f} nats per token: {name}"
     axes.set_title(title)
-    points = [*zip(tokens, means, strict=True), *curves.val]
-    if points:
-        after_first_fall = 0.05 * max(points)[0]
-        later = [loss for place, loss in points if place >= after_first_fall]
-        low = min(later + lows)
-        high = max(later)
-        margin = 0.08 * (high - low) or 0.05  # a single loss has no range
-        axes.set_ylim(low - margin, high + margin)
+    if points := [*zip(tokens, means, strict=True), *curves.val]:
+        set_limits(axes, points, lows)
         axes.legend(loc="upper right")
     axes.set_xlabel("tokens")
     axes.set_ylabel("loss (nats per token)")
     axes.xaxis.set_major_formatter(short_count)
     write_or_warn(path, png(figure))
+
+
+def set_limits(axes: Axes, points: Sequence[tuple[int, float]], lows: Sequence[float] = ()) -> None:
+    """Show all losses of (tokens, loss), and `lows`, but those of the first fall."""
+    if not points:
+        return
+    first_fall = 0.05 * max(points)[0]
+    later = [loss for tokens, loss in points if tokens >= first_fall]
+    low, high = min([*later, *lows]), max(later)
+    margin = 0.08 * (high - low) or 0.05  # a single loss has no range
+    axes.set_ylim(low - margin, high + margin)

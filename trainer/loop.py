@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from common.command_line import overrides
 from common.console import say, warn
 from common.exits import AGAIN
 from common.files import make_directory
 from common.memory import out_of_memory
 from common.numbers import ceil_div
 from common.settings import JsonDict, UserError
-from common.words import overrides
 from data.loader import Prefetch
 from trainer.announce import TrainingProgress, announce
 from trainer.bad_steps import Symptoms, first_not_finite, why_bad

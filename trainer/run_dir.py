@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from common.command_line import in_hydras_grammar
 from common.commit import git_commit
 from common.console import say, warn
 from common.files import owned, read_json, write_json
 from common.settings import JsonDict, UserError, differences
-from common.words import in_hydras_grammar
 from trainer.distributed import World
 from trainer.runtime import device_name
 

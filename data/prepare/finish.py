@@ -4,10 +4,10 @@ import os
 from collections import Counter
 from pathlib import Path
 
+from common.command_line import overrides
 from common.console import count, say, show_table, warn
 from common.files import make_directory, owned, sync_directory, write_json
 from common.settings import UserError
-from common.words import overrides
 from data.prepare.inspect import sets_table
 from data.prepare.items import REMEDIES
 from data.prepare.spans import (

@@ -15,7 +15,6 @@ import numpy as np
 
 from common.console import say
 from common.settings import JsonDict, PathText, Settings, UserError
-from common.words import source_for
 from data.chat import parse_message
 from data.prepare.archives import COMPRESSED, parse_line, read_lines, read_text
 from data.prepare.files import matches, some_of
@@ -379,7 +378,7 @@ class HubSource(Source, defaults="data/hf"):
         if is_here and not is_dataset:
             raise UserError(
                 f"data.path={self.path}: data=hf reads .parquet, .arrow, .csv and .json files "
-                f"here; for this one, give data={source_for(self.path)}"
+                f"here; for this one, give data={_source_for(self.path)}"
             )
         return {self.path: None}
 
@@ -537,3 +536,11 @@ def _messages(record: JsonDict) -> Any:
     if isinstance(prompt, list) and isinstance(completion, list):
         return prompt + completion
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+
+
+def _source_for(path: str) -> str:
+    """Return the name of the source that reads a file, by the file's name."""
+    name = path.lower()
+    if re.search(r"\.(jsonl|ndjson)(\.\w+)?$", name):
+        return "jsonl"
+    return "tokens" if name.endswith((".bin", ".npy")) else "text"

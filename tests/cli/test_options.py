@@ -11,10 +11,9 @@ from printed import assert_one_line
 
 from cli import compose, to_dict
 from cli.command import EXTRAS
-from cli.options import explained
+from common.command_line import Items
 from common.files import name_of
-from common.settings import CONFIGS, Settings, decode, nearest
-from common.words import Items
+from common.settings import Settings, decode, nearest
 from trainer.checkpoint import newest
 from trainer.config import TrainConfig
 
@@ -24,146 +23,52 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [
-        ("sample", "", "config key 'checkpoint' is missing: give it a value, as in checkpoint=..."),
+        ("sample", "", "Missing mandatory value: checkpoint"),
         ("sample", "checkpoint=x prompt=a prompt_file=b", "give one"),
-        ("sample", "checkpoint=x top_p=2", "top_p=2: give 1.0 or less"),
-        ("sample", "checkpoint=x runtime.compile=true", "unknown config key 'runtime.compile'"),
+        ("sample", "checkpoint=x top_p=2", "config top_p=2: Input should be less than or equal to 1"),
+        ("sample", "checkpoint=x runtime.compile=true", "Could not override 'runtime.compile'"),
         ("eval", "checkpoint=/no/such", "checkpoint=/no/such does not exist"),
-        ("train", "lr=1e-3", "unknown config key 'lr': did you mean 'optim.max_lr'?"),
-        ("train", "wandb=true", "wandb=true: write tracker=wandb"),
-        ("train", "tracker=true", "tracker=true does not exist: allowed: local, tensorboard, wandb"),
-        ("train", "attention=softmax", "attention=softmax: write model/attention=softmax"),
-        ("train", "model.attention=softmx", "write model/attention=softmx"),
-        ("train", "model.attention.name=softmax", "write model/attention=softmax"),
-        ("sample", "prompt", "prompt: options are KEY=VALUE here"),
+        ("train", "lr=1e-3", "Could not override 'lr': did you mean 'optim.max_lr'?"),
         ("train", "device=cuda", "did you mean 'runtime.device'?"),
-        ("train", "model.dropout=0.1", "unknown config key 'model.dropout': dropout is not supported"),
-        ("train", "data=text", "'data' is for scripts/prepare_data.py: give train its dataset, or a run of it"),
-        ("train", "epochs=3", "a run's length is max_steps"),
-        ("train", "schedule.decay=0.1", "unknown config key 'schedule.decay': it is a key of schedule=wsd"),
-        ("train", "quickstart", "quickstart: write experiment=quickstart"),
-        ("train", "experiment = quickstart", "experiment: options are KEY=VALUE here, without spaces around ="),
-        ("train", "seed=1,2", "seed=1,2 has several values: add -m for a run with each; if seed is a list, write"),
-        ("train", "model=softmax_1m,heinsen_1m", "heinsen_1m has several values: add -m for a run with each\n"),
-        ("train", "model=[softmax_1m,heinsen_1m]", "takes one name; -m model=softmax_1m,heinsen_1m makes"),
-        ("train", "model/atention=softmax", "unknown config key 'model/atention': did you mean 'model/attention'?"),
-        ("train", "--", "--: leave it out"),
-        ("train", "data.mixture={a:1", "cannot read the option data.mixture={a:1: write KEY=VALUE, close brackets"),
-        ("train", "run_dir='x", "cannot read the option run_dir='x: write KEY=VALUE, close brackets and quotes, and"),
-        ("train", "data.mixture=[(a]", "cannot read the option data.mixture=[(a]"),
-        ("train", "run_dir=runs/none", "run_dir=runs/none holds no run to continue: give experiment=... or dataset"),
-        ("scripts/prepare_data", "dataset_dir=x", "did you mean 'out_dir'?"),
-        ("scripts/plan", "run_dir=runs/none", "run_dir=runs/none holds no run to continue: give experiment=..."),
-        ("sample", "run_dir=runs/x", "did you mean 'checkpoint'?"),
-        ("sample", ".", ".: options are KEY=VALUE here, without spaces around =: write checkpoint=."),
-        ("scripts/prepare_data", "data.path=x", "a key of data=chat or data=fineweb or data=fineweb_edu or data=hf"),
-        ("scripts/prepare_data", "data=notes/a.txt", "names a file: write data=text data.path=notes/a.txt"),
-        ("scripts/prepare_data", "data=a/*.jsonl.zst", "names a file: write data=jsonl data.path=a/*.jsonl.zst"),
-        ("scripts/prepare_data", "data=a/*_train_*.bin", "names a file: write data=tokens data.path=a/*_train_*.bin"),
-        ("scripts/prepare_data", "tokenizer=t.json", "names a file: write tokenizer=hf tokenizer.path=t.json"),
-        ("train", "batch_size=8", "unknown config key 'batch_size': the size of a batch is batch_tokens, in tokens"),
-        ("train", "block_size=8", "did you mean 'seq_len'?"),
-        ("train", "max_tokens=8", "did you mean 'max_steps'?"),
-        ("train", "total_batch_size=8", "did you mean 'batch_tokens'?"),
-        ("train", "eval_iters=8", "did you mean 'eval.batches'?"),
-        ("train", "min_lr=6e-5", "the last learning rate is schedule.end, as a fraction of optim.max_lr"),
-        ("train", "fsdp=true", "unknown config key 'fsdp': write runtime.strategy=fsdp"),
-        ("train", "dataset_dir=x resume=true", "(auto: the same command again continues the run in run_dir; never"),
-        ("sample", "start=hi", "unknown config key 'start': did you mean 'prompt'?"),
-        ("sample", "max_tokens=8", "did you mean 'max_new_tokens'?"),
-        ("sample", "batch_size=8", "unknown config key 'batch_size': did you mean 'micro_batch'?"),
-        ("sample", "do_sample=false", "temperature=0 takes the most likely token"),
-        ("train", "tracker.wandb.mode=offline", "it is a key of tracker=wandb, which must be given, too"),
-        ("train", "tracker=[wandb,tensorbord]", "tracker=tensorbord does not exist: did you mean 'tensorboard'?"),
-        ("train", "resume=runs/base", "resume=runs/base: a run continues where its files are: write run_dir=runs/base"),
-        ("train", "checkpoint=runs/base", "write run_dir=runs/base"),
-        ("train", "~data", "~data takes nothing away here: set keys instead"),
-        ("train", "MAX_STEPS=3", "unknown config key 'MAX_STEPS': did you mean 'max_steps'?"),
+        ("train", "attention=softmax", "Could not override 'attention': did you mean 'model/attention'?"),
+        ("train", "schedule.decay=0.1", "Could not override 'schedule.decay': it is a key of schedule=wsd"),
+        ("train", "optim.momentum=0.9", "it is a key of optim=muon"),
+        ("train", "quickstart", "Error parsing override 'quickstart' missing EQUAL at '<EOF>'"),
+        ("train", "run_dir='x", "LexerNoViableAltException: run_dir='x"),
+        ("train", "seed=1,2", "Ambiguous value for argument 'seed=1,2'"),
+        ("train", "tracker=true", "Config group override must be a string or a list. Got bool"),
+        ("train", "tracker=[wandb,tensorbord]", "'tracker/tensorbord': did you mean 'tracker/tensorboard'?"),
+        ("train", "~data", "Could not delete 'data'. No match in the defaults list"),
+        ("train", "--max_steps=3", "unrecognized arguments: --max_steps=3"),
         ("train", "--config-dir no/such seed=1", "--config-dir no/such is not a folder"),
-        ("train", "-max_steps=3", "-max_steps=3: options are KEY=VALUE here: write max_steps=3"),
-        ("train", "--config-name=quickstart", "--config-name=quickstart: write experiment=quickstart"),
-        ("train", "-cn quickstart", "-cn: write experiment=..."),
-        (
-            "sample",
-            "checkpoint=x prompt=Hello, big world",
-            'quote the prompt if it has spaces: prompt="Hello, big w',
-        ),
-        ("scripts/prepare_data", "data=text data.path=my notes", 'data.path if it has spaces: data.path="my notes"'),
-        ("sample", "checkpoint=x top_k=0", "config top_k=0: give 1 or more (sample only among this many most likely"),
-        ("sample", "checkpoint=x top_k=-1", "null: all)"),
-        ("sample", "checkpoint=x top_p=0", "config top_p=0: give more than 0.0 (sample among the fewest tokens with"),
-        ("sample", "checkpoint=x top_p=0", "null: all; greedily: temperature=0)"),
-        ("sample", "checkpoint=x seed=-1", "config seed=-1: give 0 or more (seed of the sampling; for other texts"),
-        ("scripts/serve", "checkpoint=x port=80000", "config port=80000: give 65535 or less (0: any free port)"),
-        ("train", "dataset_dir=x runtime.timeout_minutes=0", "give more than 0.0 (minutes that a process waits"),
         (
             "train",
-            "dataset_dir=x runtime.micro_batch=x",
-            "micro_batch='x': give a whole number or 'auto'",
+            "run_dir=runs/none",
+            "run_dir=runs/none holds no run to continue, or a damaged config.json: give exp",
         ),
-        ("train", "-max_steps 3", "-max_steps: options are KEY=VALUE here: write max_steps=..."),
-        ("train", "optim.max_lr=0,003", "for one number, write optim.max_lr=0.003"),
-        ("train", "max_steps=10,000", "for one number, write max_steps=10000"),
-        ("train", "run_dir=a,b", """if it is one text, write 'run_dir="a,b"'"""),
-        ("train", "+foo=1", "unknown config key 'foo': allowed: average, batch_tokens"),
-        ("train", "optim..eps=1", "optim..eps=1: options are KEY=VALUE here, without spaces around =: see --help"),
-        ("train", "/optim=muon", "/optim=muon: options are KEY=VALUE here"),
-        ("train", "run_dir=a @b=3", "@b=3: options are KEY=VALUE here, without spaces around =: see --help"),
-        ("train", "data.mixture.a=1", "unknown config key 'data.mixture.a': data.mixture has no keys: write data."),
-        ("train", "save_every=8", "did you mean 'checkpoint.every'?"),
-        ("train", "project=a", "write tracker=wandb tracker.wandb.project=..."),
-        ("train", "n_layers=3", "unknown config key 'n_layers': did you mean 'model.n_layer'?"),
-        ("train", "dataset_dir=x max_steps=true", "config max_steps='true': give a whole number (length of the run"),
-        ("train", "dataset_dir=x optim.max_lr=true", "config optim.max_lr='true': give a number"),
+        ("scripts/plan", "run_dir=runs/none", "run_dir=runs/none holds no run to continue"),
+        ("scripts/prepare_data", "tokenizer=byte", "'tokenizer/byte': did you mean 'tokenizer/bytes'?"),
+        ("train", "dataset_dir=x model.attention=softmax", "config model.attention='softmax': Input should be a valid"),
+        ("train", "dataset_dir=x model.ngrams=[2,99]", "config model.ngrams.1=99: Input should be less than or equal"),
+        ("train", "dataset_dir=x optim.betas=[0.9]", "config optim.betas.1"),
         ("train", "dataset_dir=x run_dir=.", "run_dir is empty, or this folder: give one for the run"),
-        ("scripts/plan", "checkpoint=runs/base", "write run_dir=runs/base"),
-        ("train", "-m optim.max_lr=0,003", "optim.max_lr=0,003 is two numbers: write optim.max_lr=0.003"),
-        (
-            "train",
-            "dataset_dir=x eval=false",
-            "config eval=false: it has keys of its own: give values to them",
-        ),
-        ("train", "dataset_dir=x optim.betas=0.9", "give several values in brackets, such as [0.9,...]"),
-        ("train", "dataset_dir=x model.ngrams=[2,99]", "model.ngrams.1=99: give 64 or less (n-gram memory: lengths"),
-        ("train", "dataset_dir=x optim.betas=[0.9]", "config optim.betas has too few values: it needs 2 or more"),
     ],
 )
-def test_what_is_meant_is_answered(command, script, arguments, message):
+def test_a_mistyped_option_is_answered_in_one_line(command, script, arguments, message):
     assert_one_line(command(script, *arguments.split()), message)
 
 
 @pytest.mark.parametrize(
     ("given", "answer"),
     [
-        ("a.twoo", "did you mean 'a.two'?"),
-        ("a.six", "allowed: a.one, a.two"),
-        ("b.two", "did you mean 'a.two'?"),
-        ("xyz", "allowed: a, last"),
-        ("k.q", "25 are allowed, such as k.0, k.1, k.10, k.11, k.12"),
+        ("twoo", "did you mean 'two'?"),
+        ("dtype", "did you mean 'a.dtype'?"),
+        ("lr", "did you mean 'b.max_lr'?"),
+        ("xyz", "allowed: a.dtype, b.max_lr, two"),
     ],
 )
-def test_names_of_the_same_section_come_first(given, answer):
-    assert nearest(given, ["a", "a.one", "a.two", "last", *(f"k.{i}" for i in range(25))]) == answer
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("model: flagship_10m", "a file sets model to flagship_10m: to choose a file of configs/model, write"),
-        ("model:\n  attention: softmax", "softmax], without /model/ in a file of model/"),
-        ("tracker: wandb", "write defaults: [override /tracker: wandb]"),
-        ("optim: null", "write defaults: [override /optim: NAME]"),
-    ],
-)
-def test_a_file_that_names_another_is_told_how(command, tiny_args, tmp_path, text, said):
-    file, options = tmp_path / "experiment" / "mine.yaml", ["--config-dir", str(tmp_path), "experiment=mine"]
-    file.parent.mkdir()
-    file.write_text(f"# @package _global_\n{text}\n")
-    result = command("train", *tiny_args, *options)
-    assert_one_line(result, said)
-    right = re.search(r"write (.*?\])", result.err)[1].replace("NAME", "muon")
-    file.write_text(f"# @package _global_\n{right}\n")
-    assert command("train", *options, *tiny_args, "--cfg", "job").status == 0
+def test_the_nearest_name_ends_alike_or_is_spelled_alike(given, answer):
+    assert nearest(given, ["a.dtype", "b.max_lr", "two"]) == answer
 
 
 SWEPT = ["runs/s/optim.max_lr=0.003,seed=1", "runs/experiment=quickstart,optim.max_lr=0.003,seed=1", "a(b), c", "a=b'c"]
@@ -232,7 +137,8 @@ def test_what_is_given_counts_and_names_of_groups_are_files_of_ours(command, tin
     run.mkdir()
     (run / "config.json").write_text(json.dumps({"config": settings}))
     result = command("train", f"run_dir={run}")
-    assert "config schedule.name='../../strange' does not exist" in result.err
+    assert "config schedule=" not in result.err
+    assert "Input tag '../../strange' found using 'name'" in result.err
     settings["schedule"]["name"] = "cosine"
     settings["checkpoint"]["every"] = "${seed}"  # data, not a reference
     (run / "config.json").write_text(json.dumps({"config": settings}))
@@ -244,8 +150,8 @@ def test_what_is_given_counts_and_names_of_groups_are_files_of_ours(command, tin
 
 
 def test_a_record_of_another_shape_is_one_line(command, tmp_path):
-    (tmp_path / "config.json").write_text('{"config": {"model": "x"}}')
-    assert_one_line(command("train", f"run_dir={tmp_path}"), "config model='x': it has keys of its own")
+    (tmp_path / "config.json").write_text('{"config": {"model": "x", "dataset_dir": "y"}}')
+    assert_one_line(command("train", f"run_dir={tmp_path}"), "config model='x': Input should be a valid dictionary")
 
 
 @pytest.fixture
@@ -292,7 +198,7 @@ def test_only_the_run_in_run_dir_is_read(command, tmp_path, monkeypatch):
     Path("config.json").write_text(json.dumps({"config": settings}))
     assert command("train", "dataset_dir=x").status == 0
     assert found[0].seed == 1
-    assert "config key 'dataset_dir' is missing" in command("train", f"run_dir={tmp_path}", "~seed").err
+    assert "Missing mandatory value: dataset_dir" in command("train", f"run_dir={tmp_path}", "~seed").err
     assert command("train", f"run_dir={tmp_path}", "~seed", "dataset_dir=x").status == 0
     assert found[1].seed == 1
 
@@ -339,18 +245,7 @@ def test_a_warm_up_that_does_not_fit_is_a_tenth_of_the_run_and_said(schedule):
     assert short.schedule.warmup(200) == 200
 
 
-# ----- what is shown and offered
-
-
-def test_keys_that_a_file_includes_are_known(command):
-    """configs/optim/muon.yaml has adamw's keys by its defaults."""
-    assert "weight_decay" in explained(CONFIGS / "optim" / "muon.yaml")
-    having = command("train", "optim.momentum=0.9").err
-    assert "it is a key of optim=muon" in having
-    assert (
-        "model/attention=log_space or model/attention=log_space_forgets"
-        in command("train", "model/attention=softmax", "model.attention.product=true").err
-    )
+# ----- what is shown
 
 
 def test_help_names_the_keys_of_every_group(command):

@@ -229,7 +229,7 @@ def test_any_number_of_processes_covers_everything_once(trained, size):
     [
         ({"contexts": [8, 17]}, "contexts=17 is longer than the text or the learned positions: use at most 16"),
         ({"seq_len": 17}, "seq_len=17 is longer than the text or the learned positions: use at most 16"),
-        ({"contexts": 5}, r"config contexts=5: give several values in brackets, such as \[5,...\]"),
+        ({"contexts": 5}, r"config contexts=5: Input should be a valid list"),
         ({"stride": 17}, "stride=17 would skip text between windows of 16 tokens: lower it"),
     ],
 )

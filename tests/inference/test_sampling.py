@@ -343,7 +343,7 @@ def test_stop_strings_are_read_as_people_give_them(given, stop):
     ("changes", "message"),
     [
         ({"stop": "[a, b]"}, "give a text, or a JSON list"),
-        ({"stop": ""}, "1 or more characters"),
+        ({"stop": ""}, "at least 1 character"),
         ({"prompt": "a", "prompts_file": "b"}, "prompt and prompts_file are both given"),
         ({"interactive": True, "prompts_file": "a"}, "begins with one prompt"),
         ({"interactive": True, "prompt": "-"}, "begins with one prompt"),

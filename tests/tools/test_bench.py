@@ -186,7 +186,7 @@ def test_decoding_is_timed_beside_hugging_face(command, restored_torch, tmp_path
         ("what=train nanogpt=configs", "nanogpt=configs has no model.py: name the folder of a clone of nanoGPT"),
         ("what=decode hf=gpt2_124m", "transformers is not installed: pip install -e '.[hf]'"),
         ("what=decode hf=gpt9", "model=gpt9 does not exist: "),
-        ("what=decode models=gpt2_123m", "model=gpt2_123m does not exist: did you mean 'gpt2_124m'?"),
+        ("what=decode models=gpt2_123m", "did you mean 'model/gpt2_124m'?"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, command, restored_torch, monkeypatch):

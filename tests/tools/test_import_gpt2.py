@@ -151,9 +151,9 @@ def test_it_can_be_evaluated_and_sampled_from(folder, tmp_path, dataset_dir, com
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (config(model_type="llama"), "model_type='llama': give 'gpt2'"),
-        (config(activation_function="relu"), "activation_function='relu': give 'gelu_new' or"),
-        (config(layer_norm_epsilon=1e-6), "layer_norm_epsilon=1e-06: give 1e-05 or more"),
+        (config(model_type="llama"), "model_type='llama': Input should be 'gpt2'"),
+        (config(activation_function="relu"), "activation_function='relu': Input should be 'gelu_new' or"),
+        (config(layer_norm_epsilon=1e-6), "layer_norm_epsilon=1e-06: Input should be greater than or equal to 1e-05"),
         (config(scale_attn_weights=False), "scale_attn_weights=false"),
         (config(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=true"),
         (config(add_cross_attention=True), "add_cross_attention=true"),

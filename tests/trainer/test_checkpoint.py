@@ -89,10 +89,10 @@ def test_a_start_keeps_later_checkpoints_that_cannot_be_read(tiny, run_dir):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.pop("step"), "'step' is missing"),
+        (lambda state: state.pop("step"), "config step: Field required"),
         (lambda state: state.update(step="six"), "step='six'"),
-        (lambda state: state["model"].update(n_heads=3), "unknown config key 'model.n_heads': did you mean 'n_head'"),
-        (lambda state: state["model"]["attention"].update(name="cosine"), "model.attention.name='cosine' does not"),
+        (lambda state: state["model"].update(n_heads=3), "config model: unknown key 'n_heads': did you mean 'n_head'"),
+        (lambda state: state["model"]["attention"].update(name="cosine"), "config model.attention: Input tag 'cosine'"),
         (lambda state: state["model"].update(n_embd=32), "embed.weight has the shape"),
     ],
 )

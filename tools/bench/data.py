@@ -16,9 +16,9 @@ import tiktoken
 from tiktoken_ext.openai_public import r50k_pat_str
 
 from cli import compose, to_dict
+from common.command_line import options_of
 from common.console import say
 from common.settings import UserError, decode
-from common.words import options_of
 from data.prepare.dataset import PrepareConfig
 from data.prepare.items import Unreadable
 from data.tokenizer import RankTokenizer, build_tokenizer

@@ -7,10 +7,10 @@ from typing import Any, Literal
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
+from common.command_line import Items
 from common.console import count, say
 from common.files import make_directory, refuse_foreign, write_json
 from common.settings import JsonDict, Settings, UserError
-from common.words import Items
 from tools.bench import data, decode, operators, train
 from tools.bench.harness import Row, failures, machine, print_table
 

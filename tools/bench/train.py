@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common.config_files import CONFIGS
 from common.console import Track, say
-from common.settings import CONFIGS, UserError, decode
+from common.settings import UserError, decode
 from model.gpt import GPT
 from tools.bench.harness import Row, attempt, composed, in_own_process, in_turn, profiled, timed
 from trainer.config import TrainConfig

@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from common.command_line import overrides
 from common.console import say
 from common.settings import UserError, decode
-from common.words import overrides
 from model.gpt import GPT, GPTConfig
 from tools.convert.new_run import begin_with
 from trainer.checkpoint import load_model, open_model

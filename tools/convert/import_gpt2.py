@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.command_line import overrides
 from common.console import say, warn
 from common.files import file_size, read_json
 from common.settings import UserError
-from common.words import overrides
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
 from tools.convert.hf_tokenizer import read_tokenizer_json

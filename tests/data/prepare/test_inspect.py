@@ -120,7 +120,7 @@ def test_what_cannot_be_shown_is_one_line(command, dataset):
         "step=1 split=val": "step shows what training read: leave out split, window and random",
         "step=1": "step needs a run: give run_dir",
         "step=1 run_dir=nowhere": "checkpoint=nowhere does not exist",
-        "step=0": "config step=0: give more than 0",
+        "step=0": "config step=0: Input should be greater than 0",
         "window=999999": "token 999999 is not in 'train', which has",
         "window=-5": "token -5 is not in 'train'",
     }.items():

@@ -5,9 +5,9 @@ from random import randrange
 
 from pydantic import NonNegativeInt, PositiveInt
 
+from common.command_line import Items
 from common.console import say, show_table
 from common.settings import UserError
-from common.words import Items
 from data.loader import TrainBatches
 from data.prepare.inspect import documents_table, sets_table, window_text
 from data.shards import Manifest, SplitName, TokenStream, read_manifest

@@ -9,8 +9,6 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator
 
-from common.settings import UserError
-
 T = TypeVar("T")
 
 
@@ -34,33 +32,6 @@ def _split(value: Any) -> Any:
 
 Items = Annotated[list[T], BeforeValidator(_split)]
 """The type of an option that takes several values: KEY=a,b or KEY=[a,b]."""
-
-
-def source_for(path: str) -> str:
-    """Return the name of what reads a file in data preparation, data=NAME, by the file's name."""
-    readers = {
-        "hf": "(parquet|arrow|csv(\\.\\w+)?)$",
-        "jsonl": "(jsonl|ndjson)(\\.\\w+)?$",
-        "tokens": "(bin|npy)$",
-    }
-    return next(
-        (name for name, ends in readers.items() if re.search(f"\\.{ends}", path.lower())), "text"
-    )
-
-
-def refuse_flag(word: str) -> None:
-    """Refuse an option with dashes, and show how it is written here; refuse one that is not text."""
-    if re.search(
-        "[\udc80-\udcff]", word
-    ):  # how Python holds bytes that are not UTF-8; JSON files cannot hold them
-        raise UserError(f"{word} is not in UTF-8: rename what it names")
-    if word == "--":
-        raise UserError("--: leave it out: options are KEY=VALUE here")
-    if word.startswith("-"):
-        key, _, value = word.lstrip("-").partition("=")
-        raise UserError(
-            f"{word}: options are KEY=VALUE here: write {key.replace('-', '_')}={value or '...'}"
-        )
 
 
 _NO_TEXTS = ("null", "true", "false", "nan", "inf")

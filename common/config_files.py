@@ -1,0 +1,72 @@
+"""The files of configs/: the default values of all settings, and the comments that explain them.
+
+Settings classes and the command line share what is read here; each file is read once.
+"""
+
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+DEFAULTS = re.compile(r"^defaults:\n( .*\n)*", re.MULTILINE)
+"""Hydra's list of the files that a file is based on."""
+
+
+class ConfigFile(NamedTuple):
+    """A file of configs/ with those that it is based on."""
+
+    values: dict[str, Any]
+    """Without those that a user must give."""
+    comments: dict[str, str]
+    """By dotted key; "" for a key without a comment."""
+
+
+@functools.cache
+def config_file(name: str) -> ConfigFile:
+    """Read configs/NAME.yaml. A choice of a group's file in its defaults list is left out."""
+    text = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
+    own = yaml.safe_load(text) or {}
+    values: dict[str, Any] = {}
+    comments: dict[str, str] = {}
+    for base in own.pop("defaults", []):
+        if not isinstance(base, str) or base == "_self_":
+            continue
+        file, _, section = base.partition("@")
+        group = name.rpartition("/")[0]
+        included = config_file(
+            file.removeprefix("/") if "/" in file or not group else f"{group}/{file}"
+        )
+        if section in ("", "_here_"):
+            values |= included.values
+            comments |= included.comments
+        else:
+            values[section] = included.values
+            comments |= {f"{section}.{key}": text for key, text in included.comments.items()}
+    values |= {key: value for key, value in own.items() if value != "???"}
+    for line, key in with_keys(DEFAULTS.sub("", text)):
+        comment = line.partition(" # ")[2]
+        if key and (comment or key not in comments):
+            comments[key] = comment
+    if "name" in comments:
+        comments["name"] = text.removeprefix("# ").partition("\n")[0]
+    return ConfigFile(values, comments)
+
+
+def group_values(group: str, name: str) -> dict[str, Any]:
+    """Return the values of a file in a group of configs/; {} if there is no such file."""
+    is_file = name.isidentifier() and (CONFIGS / group / f"{name}.yaml").exists()
+    return config_file(f"{group}/{name}").values if is_file else {}
+
+
+def with_keys(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a YAML file, each with the dotted key that it starts, or ""."""
+    above: list[str] = []
+    for line in text.split("\n"):
+        found = re.match(r"((?:  )*)(\w+):", line)
+        if found:
+            above = [*above[: len(found[1]) // 2], found[2]]
+        yield line, ".".join(above) if found else ""
