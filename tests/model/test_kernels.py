@@ -287,7 +287,9 @@ def test_kernels_compile_with_triton_3_6(run_process, tmp_path, monkeypatch):
         pytest.skip(f"pip cannot install triton 3.6: {done.stderr.strip().splitlines()[-1]}")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     script = Path(__file__).with_name("kernel_resources.py")
-    results = run_process(*([script, *map(json.dumps, in_segments(capability))] for capability in SHARED))
-    rows = [[json.loads(line) for line in result.out.splitlines()] for result in results]
-    assert [len(each) for each in rows] == [8] * len(SHARED)
-    assert all(map(right_for_hopper, rows[list(SHARED).index(90)]))
+    rows = {}
+    for capability in SHARED:
+        [result] = run_process([script, *map(json.dumps, in_segments(capability))])
+        rows[capability] = [json.loads(line) for line in result.out.splitlines()]
+    assert [len(each) for each in rows.values()] == [8] * len(SHARED)
+    assert all(map(right_for_hopper, rows[90]))
