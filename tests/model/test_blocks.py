@@ -9,7 +9,6 @@ from gradients import assert_all_close, naive, with_gradients
 from test_gpt import ids
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
 from torch.nn.functional import glu, linear
 
 from common.settings import decode
@@ -107,22 +106,11 @@ def test_convolutions_have_autocasts_type():
     assert ((y - wanted).abs() <= 6 * 2**-9 * sizes).all()  # x and w are rounded, and each of four sums
 
 
-def test_gradients_do_not_concatenate_sums_over_tokens():
-    """Torch 2.10 to 2.13 compiles them to kernels that leave the result as the GPU's memory was (PyTorch issue 193061)."""
-    compiled = []
-
-    def keep(graph, inputs):
-        compiled.append(graph)
-        return make_boxed_func(graph.forward)
-
-    block = gpt_of({"conv": 4, "activation": "swiglu"}).blocks[0]
-    x = torch.randn(2, 40, 12, dtype=torch.float64)
-    torch.compile(block, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))(x)[0].sum().backward()
-    _, backward = compiled
-    joining = torch.ops.aten.cat.default, torch.ops.aten.stack.default
-    joined = [node.args[0] for node in backward.graph.nodes if node.target in joining]
-    assert joined  # queries, keys and values
-    assert min(part.meta["val"].numel() for parts in joined for part in parts) >= x[..., 0].numel()
+def test_gradients_do_not_stack_sums_over_tokens():  # see causal_conv: for GPUs, torch compiles these wrongly
+    graphs, x = [], torch.randn(2, 40, 12, dtype=torch.float64)
+    backend = aot_autograd(fw_compiler=lambda graph, _: graphs.append(graph) or graph.forward)
+    torch.compile(gpt_of({"conv": 4}).blocks[0], backend=backend)(x)[0].sum().backward()
+    assert "stack" not in graphs[1].code
 
 
 def gated_inputs(dtype=torch.float64):
