@@ -104,12 +104,14 @@ def explain(error: Exception, config_name: str = "") -> str:
     lines = [line.strip(" ^") for line in first.splitlines()]
     said = " ".join(line for line in lines if line and not line.startswith(_ASIDES))
     quoted = re.search(r"Could not (?:override|find|load) '([\w./-]+)'", said)
-    if quoted is None:
+    if quoted is None or not config_name:
         return said
-    key, known = quoted[1], _known(config_name)
+    key = quoted[1]
+    known = _known(config_name)
     if known.get(key):
         return f"{said.rstrip('.')}: it is a key of {' or '.join(known[key])}"
-    return f"{said.rstrip('.')}: {nearest(key, known)}"
+    advice = nearest(key, known)
+    return f"{said.rstrip('.')}: {advice}" if advice.startswith("did you mean") else said
 
 
 def _known(config_name: str) -> dict[str, list[str]]:

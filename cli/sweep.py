@@ -104,7 +104,7 @@ def run_sweep(
         again = "Fix the cause and run the same command again: finished jobs are skipped"
         raise UserError(f"some jobs of the sweep failed ({why}). {again}") from None
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain(error)) from error
+        raise UserError(explain(error, config_name)) from error
 
 
 def _summarize(folder: Path) -> None:

@@ -29,8 +29,8 @@ from printed import assert_one_line, commands_in
 from cli import compose, to_dict
 from cli.command import EXTRAS
 from cli.compose import read_options
+from common.command_line import overrides
 from common.settings import UserError, decode
-from common.words import overrides
 from tools.bench.run import BenchConfig
 from trainer.config import TrainConfig
 
@@ -45,15 +45,13 @@ WORK = {  # what a script calls once it has read its command line and everything
     "scripts/convert_gqa": "tools.convert.gqa.convert",
     "scripts/count": "tools.count.counted",
     "scripts/doctor": "tools.doctor.examine",
-    "scripts/draw_attention": "tools.report.attention_masks.draw",
     "scripts/export_hf": "tools.convert.export_hf.export",
     "scripts/import_gpt2": "tools.convert.import_gpt2.import_gpt2",
-    "scripts/inspect_dataset": "tools.report.dataset.inspect",
+    "scripts/inspect_dataset": "tools.inspect_dataset.inspect",
     "scripts/lm_eval": "inference.harness.run_harness",
     "scripts/plan": "tools.plan.run_plan",
     "scripts/prepare_data": "data.prepare.dataset.prepare",
-    "scripts/report": "tools.report.write.write_report",
-    "scripts/scaling": "tools.scaling.run",
+    "scripts/report": "tools.report.write_report",
     "scripts/serve": "inference.server.serve.serve",
     "scripts/train_tokenizer": "data.prepare.vocabulary.learn",
     "scripts/verify_dataset": "data.prepare.verify.verify",
@@ -255,7 +253,7 @@ def test_a_functions_arguments_are_the_keys_of_its_command(command, monkeypatch)
     words = ["checkpoint=runs/a", "run_dir=runs/42", "n_kv_head=2"]
     assert command("scripts/convert_gqa", *words).status == 0
     assert found == [(Path("runs/a"), Path("runs/42"), 2)]
-    assert command("scripts/convert_gqa", *words[:2]).err.startswith("error: config key 'n_kv_head' is missing")
+    assert command("scripts/convert_gqa", *words[:2]).err.startswith("error: Missing mandatory value: n_kv_head")
 
 
 def raising(error):
@@ -271,10 +269,8 @@ def read_a_loop(options):
 
 
 ANSWERS = [  # what is typed, what the work does, and how the answer begins
-    (["--steps", "20"], print, "--steps: options are KEY=VALUE here: write steps=..."),
-    (["--head-dim=4"], print, "--head-dim=4: options are KEY=VALUE here: write head_dim=4"),
-    (["out=caf\udce9"], print, r"out=caf\udce9 is not in UTF-8: rename what it names"),
-    (["a/b"], print, "a/b: options are KEY=VALUE here, without spaces around =: see --help"),
+    (["--steps", "20"], print, "unrecognized arguments: --steps"),
+    (["out=caf\udce9"], print, "an option is not in UTF-8, which JSON files need: rename what it names"),
     ([], raising(UserError("out=/x:art: cannot be written: [choose] another")), "out=/x:art: cannot be written: [choo"),
     ([], raising(MemoryError()), "out of memory: use smaller batches"),
     ([], raising(RuntimeError("DefaultCPUAllocator: can't allocate memory: .")), "out of memory: use smaller batches"),
@@ -299,11 +295,12 @@ def test_debug_shows_where_an_error_is_from(bench):
 
 
 def test_a_command_that_is_interrupted_says_so(command, monkeypatch):
-    def interrupt(folders: Path, out: Path | None, watch: bool) -> None:
+    def interrupt(checkpoint: Path, out_dir: Path, average: bool) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tools.report.write.write_report", interrupt)
-    assert command("scripts/report", "folders=x") == (130, "", "error: no longer following the runs\n")
+    monkeypatch.setattr("tools.convert.export_hf.export", interrupt)
+    said = "error: interrupted; nothing was written\n"
+    assert command("scripts/export_hf", "checkpoint=x", "out_dir=y") == (130, "", said)
 
 
 @pytest.mark.parametrize(
@@ -324,7 +321,6 @@ def test_an_interrupt_while_packages_are_imported_is_one_line(tmp_path, line, pa
     [
         ("train.py -m dataset_dir=DATASET run_dir=FOLDER seed=1,2", "multirun.yaml"),
         ("scripts/report.py folders=FOLDER", "report.html"),
-        ("scripts/draw_attention.py out=FOLDER/a.png", "a.png"),
         ("scripts/bench.py out=FOLDER/a.json", "a.json"),
     ],
 )

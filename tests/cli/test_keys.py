@@ -109,7 +109,8 @@ def test_home_is_a_tilde_in_every_path(command, tmp_path, dataset_dir, tiny_args
     monkeypatch.chdir(tmp_path)
     shutil.copytree(dataset_dir, tmp_path / "data set")
     (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "a.txt").write_text("a line\n\n" * 999)
+    for i in range(30):
+        (tmp_path / "notes" / f"{i}.txt").write_text(f"line {i}\n\n" * 99)
     options = [*tiny_args, "run_dir=~/run", "dataset_dir=~/data set", "stop_at=1"]
     assert command("train", *options).status == 0
     assert command("train", "run_dir=~/run", "stop_at=2").status == 0
