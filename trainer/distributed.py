@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from common import exits
 from common.commit import code_digest
 from common.console import console, errors, print_error
 from common.exits import AGAIN
@@ -48,8 +49,10 @@ _LOST_BY_NCCL = (
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 """torch's own."""
-_KEEP_STORE_SECONDS = 5.0
+_KEEP_STORE = timedelta(seconds=5)
 """How long a process that hosts the store stays for the others, at most."""
+_ANSWER_SECONDS = 2.0
+"""How long the store has to answer a process that ends."""
 _LATE_SECONDS = 30.0
 """How long a process waits for the others at the start before it says so."""
 
@@ -85,19 +88,15 @@ class World:
         return values
 
     def exchange(self, value: Any) -> list[Any]:
-        """The values of all processes, which JSON can hold, by rank. Every process must call this."""
-        if self.size == 1 or not dist.is_initialized():
+        """The values of all processes, which JSON can hold, by rank. All must call this."""
+        if not dist.is_initialized():
             return [value]
-        encoded = bytearray(json.dumps(value).encode())
-        length = torch.tensor([len(encoded)], device=self.device)
-        lengths = [int(n) for n in self.gather(length)]
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = [int(n) for n in self.gather(torch.tensor([len(text)], device=self.device))]
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.device)
-        padded[: len(encoded)] = torch.frombuffer(encoded, dtype=torch.uint8)
-        texts = [
-            row[:n].cpu().numpy().tobytes()
-            for row, n in zip(self.gather(padded), lengths, strict=True)
-        ]
-        return [json.loads(text) for text in texts]
+        padded[: len(text)] = text
+        texts = zip(self.gather(padded), lengths, strict=True)
+        return [json.loads(bytes(text[:length].tolist())) for text, length in texts]
 
     def check_equal(self, values: JsonDict) -> None:
         """Raise UserError in all processes if these values differ. Every process must call this."""
@@ -309,18 +308,18 @@ def join_world(device: torch.device, timeout: timedelta = _DEFAULT_TIMEOUT) -> I
         # need that lock to release a tensor. And its connections would stay open: the others would
         # not notice that this process is gone.
         gc.collect()
-        if dist.is_initialized():
-            group = dist.group.WORLD
-            if abort and group is not None:
-                # NCCL would wait for its operations, which the others may never begin.
-                group.abort()
-            else:
-                dist.destroy_process_group()
+        # No variable may hold the group: destroyed, it would still not close its connections.
+        if abort and dist.group.WORLD is not None:
+            # NCCL would wait for its operations, which the others may never begin.
+            dist.group.WORLD.abort()
+        elif dist.is_initialized():
+            dist.destroy_process_group()
         if store is not None:
             _ask(partial(store.set, f"done/{rank}", ""))
             if hosts_store:
                 everyone = [f"done/{other_rank}" for other_rank in range(size)]
-                _ask(partial(store.wait, everyone), _KEEP_STORE_SECONDS)
+                with contextlib.suppress(RuntimeError):  # one is lost, or late
+                    store.wait(everyone, _KEEP_STORE)
 
 
 def _exchange_in(store: dist.Store, rank: int, size: int, value: Any) -> list[Any]:
@@ -341,7 +340,7 @@ def _refuse_differences(values: list[JsonDict]) -> None:
             raise UserError(f"process {rank} differs from process 0 in {listed}: {remedy}")
 
 
-def _ask(request: Callable[[], Any], seconds: float = 2.0) -> Any:
+def _ask(request: Callable[[], Any]) -> Any:
     """The store's answer to a request; None: it has ended with its process, or does not answer."""
     answers = []
 
@@ -352,7 +351,8 @@ def _ask(request: Callable[[], Any], seconds: float = 2.0) -> Any:
     # In a thread, because the store of a process that is suspended never answers.
     thread = threading.Thread(target=wait_for_answer, daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(_ANSWER_SECONDS)
+    exits.at_once |= thread.is_alive()
     return answers[0] if answers else None
 
 
