@@ -68,3 +68,11 @@ def in_hydras_grammar(value: Any) -> str:
     ):
         return value
     return '"' + re.sub(r'(\\+)(?="|$)', r"\1\1", value).replace('"', r"\"") + '"'
+
+
+def changes_of(changed: dict[str, tuple[Any, Any]], before: str) -> list[str]:
+    """Return changed settings, old and new by key, as they are typed: "seed=2 (BEFORE 1)"."""
+    return [
+        f"{key}={in_hydras_grammar(new)} ({before} {in_hydras_grammar(old)})"
+        for key, (old, new) in changed.items()
+    ]

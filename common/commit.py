@@ -8,7 +8,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 
 
-def code_digest(packages: Iterable[str] = ("common", "data", "model", "trainer")) -> str:
+def code_digest(packages: Iterable[str] = ("common", "data", "model", "runtime", "trainer")) -> str:
     """Return a digest of the code of packages, by default of all that trains; it needs no git."""
     files = (path for package in packages for path in (_ROOT / package).rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()[:12]

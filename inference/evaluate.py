@@ -17,8 +17,8 @@ from data.shards import Manifest, TokenStream
 from inference.eval_report import draw_evaluation, show_evaluation
 from inference.load import Loaded, ModelConfig, load, open_dataset
 from model.gpt import GPT
-from trainer.distributed import World, join_world
-from trainer.losses import Loss, LossSums, total, window_losses
+from runtime.distributed import World, join_world
+from runtime.losses import Loss, LossSums, total, window_losses
 
 _CONTEXTS = (1024, 4096, 16384, 65536)
 # Tokens of a window that are read at once, where the state has one size.

@@ -20,7 +20,7 @@ from inference.generation import Generation
 from inference.prefill import Request
 from inference.sampling import SamplingConfig
 from model.gpt import GPT, GPTState
-from trainer.runtime import Runtime
+from runtime.device import Runtime
 
 _MAX_NEW_TOKENS = 256  # for tasks without a limit, as in the harness's other models
 # Tokens of a text that go through the model at once: bounds memory for texts of any length.

@@ -12,9 +12,9 @@ from common.settings import JsonDict, Settings, UserError
 from data.shards import Manifest, read_manifest
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
-from trainer.checkpoint import Checkpoint, load_model, open_model
-from trainer.proof import prove_logits
-from trainer.runtime import DeviceConfig, Runtime, open_runtime
+from runtime.checkpoint import Checkpoint, load_model, open_model
+from runtime.device import DeviceConfig, Runtime, open_runtime
+from runtime.proof import prove_logits
 
 
 class ModelConfig(Settings):

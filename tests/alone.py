@@ -1,8 +1,8 @@
 """A run whose steps a test takes itself."""
 
+from runtime.device import open_runtime
+from runtime.distributed import World
 from trainer import loop, start
-from trainer.distributed import World
-from trainer.runtime import open_runtime
 
 
 class Run(start.Run):

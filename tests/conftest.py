@@ -43,7 +43,7 @@ WORDS = ["def", "self", "return", "the", "of", "(", ")", ":", "\n", "é", "日�
 def pytest_configure(config):
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when torch first looks for GPUs
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # as trainer/runtime.py sets it
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # as runtime/device.py sets it
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 

@@ -66,7 +66,7 @@ MUTATIONS = [
     ),
     Mutation(
         "proof",
-        "trainer/proof.py",
+        "runtime/proof.py",
         "if first.size <= allowed:",
         "if first.size <= math.inf:",
         "a run uses kernels whose gradient is wrong",
@@ -74,7 +74,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsync",
-        "trainer/tensor_file.py",
+        "runtime/tensor_file.py",
         "        os.fsync(file.fileno())\n",
         "        pass\n",
         "a checkpoint gets its name before its tensors are on the disk",

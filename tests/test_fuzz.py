@@ -18,9 +18,9 @@ from common.settings import UserError, decode
 from data.documents import documents_in
 from data.shards import read_manifest
 from data.tokenizer import load_tokenizer
-from trainer.checkpoint import load_model, newest, open_checkpoint
+from runtime.checkpoint import load_model, newest, open_checkpoint
+from runtime.tensor_file import read_tensors
 from trainer.config import TrainConfig
-from trainer.tensor_file import read_tensors
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 

@@ -16,12 +16,12 @@ from model.ops import checks
 from model.ops.sparse_attention.attend import document_attention, sparse_attention
 from model.ops.sparse_attention.naive import naive_sparse_attention
 from model.ops.sparse_attention.patterns import CAUSAL, fixed, longformer, strided, window
+from runtime.checkpoint import load_model, newest
+from runtime.device import open_runtime
 from tools import doctor
 from tools.bench.harness import composed
-from trainer.checkpoint import load_model, newest
 from trainer.config import TrainConfig
 from trainer.loop import fit
-from trainer.runtime import open_runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("restored_torch")]
 

@@ -23,10 +23,10 @@ from data.tokenizer import read_rank_file
 from inference.evaluate import EvaluateConfig, run_evaluation
 from inference.sample import SampleConfig, run_sampling
 from model.gpt import GPT, GPTConfig
-from trainer.checkpoint import load_model, newest, open_checkpoint
+from runtime.checkpoint import load_model, newest, open_checkpoint
+from runtime.tensor_file import read_tensors
 from trainer.config import TrainConfig
 from trainer.loop import fit
-from trainer.tensor_file import read_tensors
 
 pytestmark = pytest.mark.usefixtures("restored_torch", "in_time")
 

@@ -15,7 +15,7 @@ from mutations import MUTATIONS, mutated
 from tools.count import excesses
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("cli", "common", "data", "inference", "model", "tools", "trainer")
+PACKAGES = ("cli", "common", "data", "inference", "model", "runtime", "tools", "trainer")
 ENTRY_POINTS = ["train.py", "eval.py", "sample.py"]
 FILES = sorted(
     path.relative_to(ROOT)
@@ -29,13 +29,11 @@ MAY_IMPORT = {
     "cli": {"common", "cli"},
     "data": {"common", "data"},
     "model": {"common", "model"},
-    "trainer": {"common", "data", "model", "trainer"},
-    "inference": {"common", "data", "model", "trainer", "inference"},
-    "tools": {"common", "data", "model", "trainer", "inference", "cli", "tools"},
+    "runtime": {"common", "data", "model", "runtime"},
+    "trainer": {"common", "data", "model", "runtime", "trainer"},
+    "inference": {"common", "data", "model", "runtime", "inference"},
+    "tools": {"common", "data", "model", "runtime", "trainer", "inference", "cli", "tools"},
 }
-OF_TRAINING = ("checkpoint", "distributed", "losses", "proof", "runtime", "state", "tensor_file")
-"""What inference may import of trainer: checkpoints and their files, the processes and devices a model runs on, and
-losses."""
 
 
 @functools.cache
@@ -118,14 +116,8 @@ def test_pages_name_files_and_sections_that_exist():
             assert section in ["", *(re.sub(r"[^\w-]", "", title) for title in titles)], f"{page}: {name}#{section}"
 
 
-def test_inference_imports_no_training():
-    for file in files_of("inference"):
-        of_trainer = {name.split(".")[1] for name in imported(file) if name.startswith("trainer.")}
-        assert of_trainer <= set(OF_TRAINING), file
-
-
 def test_what_reads_data_does_not_prepare_it():
-    for file in files_of("data", "trainer", "inference"):
+    for file in files_of("data", "runtime", "trainer", "inference"):
         assert file.is_relative_to("data/prepare") or not imports(file, "data.prepare"), file
 
 
@@ -133,7 +125,7 @@ def test_what_reads_data_does_not_prepare_it():
     ("modules", "allowed"),
     [
         (["hydra", "omegaconf"], [f"cli/{name}.py" for name in ("command", "compose", "options", "sweep")]),
-        (["torch.distributed", "torch.nn.parallel"], ["trainer/distributed.py"]),
+        (["torch.distributed", "torch.nn.parallel"], ["runtime/distributed.py"]),
         (["wandb"], ["trainer/trackers.py"]),
         (["tensorboard", "torch.utils.tensorboard"], ["trainer/trackers.py"]),
         (["pickle", "_pickle", "pickletools", "marshal", "shelve", "dill", "joblib", "cloudpickle", "dbm"], []),
@@ -212,7 +204,7 @@ def test_without_a_gpu_its_tests_are_refused_in_one_line():
 
 def test_the_walk_sees_imports():
     """Without this, the tests above could pass because they find nothing at all."""
-    assert imports(Path("trainer/distributed.py"), "torch.distributed")
+    assert imports(Path("runtime/distributed.py"), "torch.distributed")
     assert imports(Path("cli/compose.py"), "hydra")
     assert imports(Path("train.py"), "trainer.loop.fit")
     assert imports(Path("data/prepare/dataset.py"), "data.prepare.finish")

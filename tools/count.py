@@ -11,7 +11,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = ROOT / "tests" / "budget.yaml"
-PACKAGES = ("model", "trainer", "data", "inference", "tools", "cli", "common", "scripts")
+PACKAGES = ("model", "runtime", "trainer", "data", "inference", "tools", "cli", "common", "scripts")
 LAYOUT = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER"}
 
 

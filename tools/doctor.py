@@ -20,13 +20,7 @@ from common.files import make_directory, refuse_foreign, write_json
 from common.memory import available_memory, out_of_memory
 from common.settings import UserError, decode
 from model.gpt import GPT
-from tools.bench.harness import Row, composed, in_own_process, machine, print_table
-from tools.bench.train import measure_rate
-from tools.plan import PlanConfig, duration, gigabytes, plan
-from trainer.config import TrainConfig
-from trainer.distributed import World
-from trainer.proof import Form, cache_folder, prove_gradients
-from trainer.runtime import (
+from runtime.device import (
     Runtime,
     compiles,
     open_runtime,
@@ -34,6 +28,12 @@ from trainer.runtime import (
     triton_version,
     why_gpu_is_unseen,
 )
+from runtime.distributed import World
+from runtime.proof import Form, cache_folder, prove_gradients
+from tools.bench.harness import Row, composed, in_own_process, machine, print_table
+from tools.bench.train import measure_rate
+from tools.plan import PlanConfig, duration, gigabytes, plan
+from trainer.config import TrainConfig
 
 FLAGSHIP = ["experiment=pile_125m", "model=flagship_125m"]
 OTHERS = (

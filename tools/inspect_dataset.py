@@ -11,8 +11,8 @@ from common.settings import UserError
 from data.loader import TrainBatches
 from data.prepare.inspect import documents_table, sets_table, window_text
 from data.shards import Manifest, SplitName, TokenStream, read_manifest
-from trainer.checkpoint import open_checkpoint
-from trainer.state import TrainState
+from runtime.checkpoint import open_checkpoint
+from runtime.state import TrainState
 
 
 def inspect(

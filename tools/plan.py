@@ -14,12 +14,12 @@ from common.memory import available_memory
 from common.settings import JsonDict, UserError, nearest
 from data.shards import read_manifest, token_dtype
 from model.gpt import GPT
+from runtime.device import Runtime, is_bfloat16_fast
+from runtime.gpus import DEVICES, device_by_name, device_of_gpu
 from tools.bench.train import measure_rate
 from trainer.config import TrainConfig
-from trainer.devices import DEVICES, device_by_name, device_of_gpu
 from trainer.memory import Memory, memory_of
 from trainer.micro_batch import SPARE, largest
-from trainer.runtime import Runtime, is_bfloat16_fast
 
 
 class PlanConfig(TrainConfig, defaults="plan"):
@@ -28,7 +28,7 @@ class PlanConfig(TrainConfig, defaults="plan"):
     dataset_dir: Path | None  # type: ignore[assignment]
     """Optional: to include the size of the dataset."""
     device: str
-    """auto: this machine's GPU or CPU, as runtime.device says; or cpu, or the name of a GPU in trainer/devices.py."""
+    """auto: this machine's GPU or CPU, as runtime.device says; or cpu, or the name of a GPU in runtime/gpus.py."""
     n_device: int = Field(ge=1, le=2**20)
     """Number of devices that train together."""
     mfu: float | None = Field(gt=0, le=1)

@@ -32,8 +32,8 @@ from common.files import (
     write_atomic,
 )
 from common.settings import JsonDict, UserError, flat
+from runtime.metrics import read_metrics
 from trainer.curves import RunCurves, set_limits
-from trainer.metrics import read_metrics
 
 _ALIKE = 1.1
 """Tokens of one vocabulary are as long, up to this factor, in any part of a validation split."""

@@ -1,1 +1,1 @@
-"""Training: its configuration, the loop, optimizers, schedules, checkpoints, processes, metrics."""
+"""Training: its configuration, the loop, a step, optimizers, schedules, records of a run."""

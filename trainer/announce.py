@@ -7,8 +7,8 @@ from common.console import Track, count, say, warn
 from common.settings import JsonDict
 from data.mixture import epochs
 from model.attention import AttentionConfig
+from runtime.device import is_compiled
 from trainer.mup import ratios
-from trainer.runtime import is_compiled
 from trainer.start import Run
 
 

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from model.gpt import GPT
-from trainer.distributed import World
-
-AVERAGE = "average/"  # before the names of parameters, in checkpoints
+from runtime.checkpoint import AVERAGE
+from runtime.distributed import World
 
 
 class Average:

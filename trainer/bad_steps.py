@@ -2,40 +2,16 @@
 
 import math
 from collections.abc import Iterable
-from typing import Annotated
 
-from pydantic import Field
 from torch import Tensor
 
 from common.console import warn
-from common.settings import JsonDict, Settings
-from trainer.distributed import World
-
-_MEMORY = 100
-"""Approximate number of recent losses that the mean and the variance cover."""
+from common.settings import JsonDict
+from runtime.distributed import World
+from runtime.state import RECENT_LOSSES, LossStatistics
 
 _MANY = 20
 """Steps in a row that make a warning."""
-
-
-class LossStatistics(Settings):
-    """Running mean and variance of the losses of good steps."""
-
-    count: Annotated[int, Field(ge=0)] = 0
-    mean: float = 0.0
-    variance: Annotated[float, Field(ge=0)] = 0.0
-
-    def after(self, loss: float) -> "LossStatistics":
-        """Statistics with one more loss.
-
-        The first losses have equal weights; later, old ones decay exponentially.
-        """
-        weight = max(1 / (self.count + 1), 1 / _MEMORY)
-        distance = loss - self.mean
-        variance = (1 - weight) * (self.variance + weight * distance**2)
-        return LossStatistics(
-            count=self.count + 1, mean=self.mean + weight * distance, variance=variance
-        )
 
 
 def why_bad(
@@ -44,7 +20,7 @@ def why_bad(
     """Return why a step must not change the weights, or None; the same in all processes."""
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         return f"loss is {loss} and the gradient's norm {grad_norm}"
-    if spike_sigmas is not None and statistics.count >= _MEMORY:
+    if spike_sigmas is not None and statistics.count >= RECENT_LOSSES:
         limit = statistics.mean + spike_sigmas * math.sqrt(statistics.variance)
         if loss > limit:
             distance = f"{spike_sigmas:g} standard deviations over the mean"

@@ -9,11 +9,11 @@ from common.numbers import ceil_div
 from common.settings import Settings
 from model.attention.longformer import LongformerConfig
 from model.gpt import GPT
-from trainer.checkpoint import CheckpointConfig
+from runtime.checkpoint import CheckpointConfig
+from runtime.device import RuntimeConfig
+from runtime.state import FixedSettings
 from trainer.optim import OptimConfig
-from trainer.runtime import RuntimeConfig
 from trainer.schedule import ScheduleConfig
-from trainer.state import FixedSettings
 from trainer.trackers import TrackerConfig
 
 

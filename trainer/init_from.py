@@ -5,13 +5,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from common.command_line import changes_of
 from common.console import say
 from common.settings import UserError, differences
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPT, GPTConfig
-from trainer.checkpoint import Checkpoint, open_model, read_weights
-from trainer.distributed import World
-from trainer.run_dir import changes_of
+from runtime.checkpoint import Checkpoint, open_model, read_weights
+from runtime.distributed import World
 
 _BY_ID = ("embed.weight", "output.weight")
 """Parameters with a row for each id."""

@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from model.gpt import GPTState
 from model.state import restored, tensors_of
-from trainer.distributed import SequenceGroup, World
-from trainer.runtime import Runtime
+from runtime.device import Runtime
+from runtime.distributed import SequenceGroup, World
 
 
 def backward_in_chunks(

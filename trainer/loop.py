@@ -17,16 +17,16 @@ from common.memory import out_of_memory
 from common.numbers import ceil_div
 from common.settings import JsonDict, UserError
 from data.loader import Prefetch
+from runtime.checkpoint import Saver, newest
+from runtime.device import Runtime, open_runtime, peak_flops
+from runtime.distributed import World, join_world
+from runtime.losses import evaluate
 from trainer.announce import TrainingProgress, announce
 from trainer.bad_steps import Symptoms, first_not_finite, why_bad
-from trainer.checkpoint import Saver, newest
 from trainer.config import TrainConfig
-from trainer.distributed import World, join_world
 from trainer.init_from import open_source
-from trainer.losses import evaluate
 from trainer.records import Records
 from trainer.run_dir import check_folder, own_run
-from trainer.runtime import Runtime, open_runtime, peak_flops
 from trainer.samples import sample
 from trainer.signals import StopSignals
 from trainer.start import Run, open_data, open_run

@@ -18,8 +18,8 @@ from model.gpt import GPT, GPTConfig
 from model.layers import Recompute
 from model.ops import linear_cross_entropy
 from model.state import state_bytes
+from runtime.device import Runtime
 from trainer.config import TrainConfig
-from trainer.runtime import Runtime
 
 _MEASURED_TOKENS = 512
 """Longest sequence that is measured; longer ones keep more in proportion."""

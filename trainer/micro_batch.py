@@ -8,8 +8,8 @@ from torch import nn
 from common.console import say
 from common.memory import out_of_memory
 from common.settings import UserError
-from trainer.distributed import World
-from trainer.runtime import Runtime, device_name, is_compiled
+from runtime.device import Runtime, device_name, is_compiled
+from runtime.distributed import World
 from trainer.step import accumulate_gradients
 
 SPARE = 0.05  # share of a GPU left free for libraries and for fragmentation in a long run

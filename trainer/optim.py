@@ -13,7 +13,7 @@ from common.settings import Settings
 from model.attention.base import Decay
 from model.gpt import GPT
 from model.layers import FusedLinear
-from trainer.distributed import World
+from runtime.distributed import World
 from trainer.mup import TransferConfig, ratios, scales
 
 _TOGETHER = 2**20

@@ -2,8 +2,8 @@
 
 from common.files import write_or_warn
 from common.settings import JsonDict
+from runtime.metrics import MetricsLog, read_metrics
 from trainer.curves import RunCurves, draw_losses
-from trainer.metrics import MetricsLog, read_metrics
 from trainer.run_dir import write_config
 from trainer.start import Run
 from trainer.trackers import Tracker, open_trackers

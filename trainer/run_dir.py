@@ -4,17 +4,16 @@ import os
 import platform
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from common.command_line import in_hydras_grammar
+from common.command_line import changes_of
 from common.commit import git_commit
 from common.console import say, warn
 from common.files import owned, read_json, write_json
 from common.settings import JsonDict, UserError, differences
-from trainer.distributed import World
-from trainer.runtime import device_name
+from runtime.device import device_name
+from runtime.distributed import World
 
 _RECORDS = ("config.json", "metrics.jsonl", "loss.png", "samples.txt")
 """What a run writes beside its checkpoints."""
@@ -82,14 +81,6 @@ def write_config(
     if resumed:
         _say_changes(path, config, environment)
     write_json(path, {"config": config, "environment": environment})
-
-
-def changes_of(changed: dict[str, tuple[Any, Any]], before: str) -> list[str]:
-    """Return changed settings, old and new by key, as they are typed: "seed=2 (BEFORE 1)"."""
-    return [
-        f"{key}={in_hydras_grammar(new)} ({before} {in_hydras_grammar(old)})"
-        for key, (old, new) in changed.items()
-    ]
 
 
 def _say_changes(path: Path, config: JsonDict, environment: JsonDict) -> None:

@@ -12,8 +12,8 @@ from common.settings import UserError
 from data.chat import ChatTokenizer
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
-from trainer.distributed import World
-from trainer.runtime import Runtime, is_compiled
+from runtime.device import Runtime, is_compiled
+from runtime.distributed import World
 
 _TOKENS = 100
 _TEMPERATURE = 0.8

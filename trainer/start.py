@@ -15,20 +15,20 @@ from data.loader import EvalBatches, TrainBatches
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPT, call_layer
+from runtime.checkpoint import Checkpoint, find_checkpoint, restore, retain
+from runtime.device import Runtime, compile_blocks, compiles, device_name
+from runtime.distributed import SequenceGroup, World
+from runtime.proof import Form, Proofs, prove_gradients, use
+from runtime.randomness import seed_process
+from runtime.state import FixedSettings, TrainState
 from trainer.average import Average
-from trainer.checkpoint import Checkpoint, find_checkpoint, restore, retain
 from trainer.config import TrainConfig
-from trainer.distributed import SequenceGroup, World
 from trainer.init_from import load_weights, open_source
 from trainer.long_sequences import share_sequences
 from trainer.micro_batch import choose_micro_batch
 from trainer.mup import scale_weights
 from trainer.optim import named_state
-from trainer.proof import Form, Proofs, prove_gradients, use
-from trainer.randomness import seed_process
-from trainer.runtime import Runtime, compile_blocks, compiles, device_name
 from trainer.samples import read_prompt
-from trainer.state import FixedSettings, TrainState
 from trainer.step import SummedLoss
 
 _MAY_DIFFER: Any = {"run_dir": True, "dataset_dir": True, "tracker": True, "runtime": {"device"}}

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from model.gpt import GPT, GPTState, call_layer
 from model.ops.log_attention.exact import recomputed_tiles
-from trainer.distributed import World
+from runtime.device import Runtime
+from runtime.distributed import World
 from trainer.long_sequences import backward_in_chunks
-from trainer.runtime import Runtime
 
 NO_TARGETS = "none of its targets is counted"
 """Why a step was refused that data.loss=answers leaves without answers."""

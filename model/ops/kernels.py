@@ -1,7 +1,7 @@
 """The choice of an operator's form: which implementation runs.
 
 On GPUs "auto" means an operator's kernels, unless they are left out. A run leaves out those that its proof finds wrong
-(trainer/proof.py), or all of them with runtime.kernels=false.
+(runtime/proof.py), or all of them with runtime.kernels=false.
 """
 
 import contextlib

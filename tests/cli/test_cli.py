@@ -9,7 +9,7 @@ from printed import assert_one_line
 from rich.console import Console
 
 from common.console import Track
-from trainer.checkpoint import newest
+from runtime.checkpoint import newest
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 

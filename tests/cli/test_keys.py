@@ -18,7 +18,7 @@ from cli import compose, to_dict
 from cli.command import _arguments
 from cli.options import is_text
 from common.settings import Settings, UserError, decode
-from trainer.checkpoint import newest
+from runtime.checkpoint import newest
 from trainer.config import TrainConfig
 from trainer.trackers import WandbConfig
 

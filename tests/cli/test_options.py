@@ -14,7 +14,7 @@ from cli.command import EXTRAS
 from common.command_line import Items
 from common.files import name_of
 from common.settings import Settings, decode, nearest
-from trainer.checkpoint import newest
+from runtime.checkpoint import newest
 from trainer.config import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("restored_torch")

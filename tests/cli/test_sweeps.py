@@ -20,10 +20,10 @@ from cli.sweep import _settings_of_plugins
 from cli.workers import take_gpu
 from common.exits import AGAIN
 from common.settings import decode
-from trainer.checkpoint import Saver, newest
+from runtime.checkpoint import Saver, newest
+from runtime.metrics import read_metrics
 from trainer.config import TrainConfig
 from trainer.loop import fit
-from trainer.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,8 +16,8 @@ from data.shards import TokenStream, read_manifest
 from inference.eval_report import draw_evaluation
 from inference.evaluate import EvaluateConfig, measure, open_evaluation, position_bins, run_evaluation
 from model.gpt import GPT
-from trainer.checkpoint import load_model
-from trainer.distributed import World
+from runtime.checkpoint import load_model
+from runtime.distributed import World
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 

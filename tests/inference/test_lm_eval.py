@@ -10,8 +10,8 @@ import torch
 from common.settings import UserError, decode
 from data.tokenizer import load_tokenizer
 from model.gpt import GPT
-from trainer.checkpoint import load_model
-from trainer.runtime import open_runtime
+from runtime.checkpoint import load_model
+from runtime.device import open_runtime
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 

@@ -28,8 +28,8 @@ from inference.sample import Conversation, SampleConfig, converse, read_prompts,
 from inference.sampling import SamplingConfig
 from model.gpt import GPT
 from model.state import state_bytes
+from runtime.checkpoint import newest
 from tools.convert.new_run import begin_with
-from trainer.checkpoint import newest
 from trainer.loop import fit
 
 pytestmark = pytest.mark.usefixtures("restored_torch")

@@ -11,8 +11,8 @@ from printed import assert_one_line
 from common.settings import UserError, decode, variant_names
 from model.attention import ATTENTION
 from model.gpt import GPT, GPTConfig
+from runtime.checkpoint import load_model, open_checkpoint
 from tools.convert.gqa import convert, pooled, shared, with_n_kv_head
-from trainer.checkpoint import load_model, open_checkpoint
 from trainer.loop import fit
 
 pytestmark = pytest.mark.usefixtures("restored_torch")

@@ -10,11 +10,11 @@ import torch
 
 from cli import compose, to_dict
 from common.settings import UserError, decode
+from runtime.device import Runtime
 from tools import doctor
 from tools.bench.harness import composed
 from tools.plan import PlanConfig, gigabytes, plan
 from trainer.config import TrainConfig
-from trainer.runtime import Runtime
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 

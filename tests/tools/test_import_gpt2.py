@@ -13,10 +13,10 @@ from common.files import owned
 from common.settings import UserError, decode
 from data.tokenizer import BytesConfig, build_tokenizer
 from model.gpt import GPT, GPTConfig
+from runtime.checkpoint import load_model, open_checkpoint
 from tools.convert.export_hf import export
 from tools.convert.import_gpt2 import import_gpt2
 from tools.convert.new_run import begin_with
-from trainer.checkpoint import load_model, open_checkpoint
 from trainer.loop import fit
 
 pytestmark = pytest.mark.usefixtures("restored_torch")

@@ -8,15 +8,15 @@ from printed import assert_one_line
 
 from common.settings import decode
 from model.gpt import GPT
+from runtime.checkpoint import newest
+from runtime.device import open_runtime
+from runtime.gpus import DEVICES, device_by_name, device_of_gpu
+from runtime.metrics import read_metrics
 from tools.bench.train import Training, measure_rate
 from tools.plan import PlanConfig, as_text, duration, find_target, gigabytes, plan
-from trainer.checkpoint import newest
-from trainer.devices import DEVICES, device_by_name, device_of_gpu
 from trainer.loop import fit
 from trainer.memory import memory_of
-from trainer.metrics import read_metrics
 from trainer.micro_batch import SPARE
-from trainer.runtime import open_runtime
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 

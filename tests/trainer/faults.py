@@ -31,7 +31,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from common.settings import UserError, decode
-from trainer.checkpoint import checkpoint_path
+from runtime.checkpoint import checkpoint_path
 from trainer.config import TrainConfig
 from trainer.loop import fit
 

@@ -13,10 +13,10 @@ from torch.nn.functional import cross_entropy
 from common.settings import UserError
 from data.loader import IGNORED
 from data.shards import TokenStream, read_manifest
-from trainer.checkpoint import load_model, save_checkpoint
+from runtime.checkpoint import load_model, save_checkpoint
+from runtime.losses import evaluate
+from runtime.metrics import read_metrics
 from trainer.loop import fit
-from trainer.losses import evaluate
-from trainer.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 

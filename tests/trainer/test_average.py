@@ -12,11 +12,11 @@ from test_resume import metrics
 
 from common.settings import UserError, decode
 from model.gpt import GPT
+from runtime.checkpoint import checkpoint_path, newest, open_model
+from runtime.distributed import World
 from tools.convert.export_hf import export
 from tools.plan import PlanConfig, plan
 from trainer.average import AVERAGE, Average
-from trainer.checkpoint import checkpoint_path, newest, open_model
-from trainer.distributed import World
 from trainer.loop import fit
 
 pytestmark = pytest.mark.usefixtures("restored_torch")

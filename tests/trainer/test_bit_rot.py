@@ -9,7 +9,7 @@ from faults import assert_same, finish, is_whole, put_back, record, result, step
 from test_resume import snapshot
 
 from common.settings import UserError
-from trainer.checkpoint import checkpoint_path, open_checkpoint
+from runtime.checkpoint import checkpoint_path, open_checkpoint
 from trainer.loop import fit
 
 pytestmark = pytest.mark.usefixtures("restored_torch", "plain")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from common.settings import UserError
 from data.tokenizer import load_tokenizer
 from model.gpt import GPT
-from trainer.checkpoint import load_model, newest, open_checkpoint, open_model
+from runtime.checkpoint import load_model, newest, open_checkpoint, open_model
 from trainer.loop import fit
 
 pytestmark = pytest.mark.usefixtures("restored_torch")

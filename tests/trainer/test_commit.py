@@ -19,7 +19,7 @@ from faults import (
     steps_of,
 )
 
-from trainer.checkpoint import open_checkpoint
+from runtime.checkpoint import open_checkpoint
 from trainer.loop import fit
 
 pytestmark = pytest.mark.usefixtures("restored_torch", "plain")

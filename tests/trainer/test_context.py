@@ -6,7 +6,7 @@ import pytest
 import ranks
 from test_torchrun import assert_same_checkpoint, assert_same_steps
 
-from trainer.checkpoint import newest
+from runtime.checkpoint import newest
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -17,7 +17,7 @@ import torch
 from common.settings import decode
 from model.gpt import GPT, GPTConfig
 from trainer.long_sequences import share_sequences
-from trainer.distributed import SequenceGroup, join_world
+from runtime.distributed import SequenceGroup, join_world
 
 sent, send = [], SequenceGroup.send
 SequenceGroup.send = lambda group, tensor, steps: (sent.append(tensor.nbytes), send(group, tensor, steps))

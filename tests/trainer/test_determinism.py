@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common.settings import decode
-from trainer.runtime import RuntimeConfig, open_runtime
+from runtime.device import RuntimeConfig, open_runtime
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 

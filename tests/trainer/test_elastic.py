@@ -10,7 +10,7 @@ import pytest
 from ranks import IN_STEP, ROOT, environment, lines_in, wait_until
 from test_torchrun import TORCHRUN, assert_same_steps
 
-from trainer.checkpoint import newest
+from runtime.checkpoint import newest
 
 
 @pytest.mark.parametrize(("processes", "sequences", "micro_batch"), [(3, 4, 8), (2, 7, 3)])

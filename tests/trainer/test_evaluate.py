@@ -12,10 +12,10 @@ from data.shards import TokenStream, read_manifest
 from data.tokenizer import load_tokenizer
 from inference.evaluate import EvaluateConfig, run_evaluation
 from model.gpt import GPT
-from trainer.distributed import World
+from runtime.device import open_runtime
+from runtime.distributed import World
+from runtime.losses import evaluate
 from trainer.loop import fit
-from trainer.losses import evaluate
-from trainer.runtime import open_runtime
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from trainer.checkpoint import newest
-from trainer.metrics import read_metrics
+from runtime.checkpoint import newest
+from runtime.metrics import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("restored_torch")]
 SMALL = "model.n_vocab=257 model.n_layer=4 model.n_head=2 model.head_dim=16 model.n_embd=32 seq_len=32 batch_tokens=128"

@@ -8,8 +8,8 @@ import torch
 from test_torchrun import TORCHRUN, assert_same_checkpoint, assert_same_steps
 
 from common.settings import UserError
-from trainer.checkpoint import newest
-from trainer.distributed import World
+from runtime.checkpoint import newest
+from runtime.distributed import World
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -31,8 +31,8 @@ def test_a_run_goes_from_whole_to_shared_and_back(train_in_processes, option):
 
 ONE_AT_A_TIME = """
 import runpy, weakref
-from trainer.checkpoint import Saver
-from trainer.distributed import World
+from runtime.checkpoint import Saver
+from runtime.distributed import World
 
 unshard, save, gathered, saves = World.unshard, Saver.save, [], []
 
@@ -122,7 +122,7 @@ def test_alone_nothing_is_shared():
 PARTS = """
 import json, torch
 from torch.distributed.tensor import DTensor
-from trainer.distributed import join_world
+from runtime.distributed import join_world
 
 class Model(torch.nn.Module):
     def __init__(self):
@@ -201,7 +201,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from tests.trainer.test_memory import allocations, config_of
 from model.gpt import GPT
-from trainer.distributed import join_world
+from runtime.distributed import join_world
 from trainer.step import SummedLoss
 
 with join_world(torch.device("cpu")) as world:

@@ -8,8 +8,8 @@ from alone import open_run
 from test_torchrun import assert_same_checkpoint
 
 from common.settings import UserError
-from trainer.checkpoint import find_checkpoint, load_model, open_checkpoint
-from trainer.distributed import World
+from runtime.checkpoint import find_checkpoint, load_model, open_checkpoint
+from runtime.distributed import World
 from trainer.init_from import load_weights
 from trainer.loop import fit
 

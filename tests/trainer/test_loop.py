@@ -15,7 +15,7 @@ from forged import edit
 from common.commit import git_commit
 from common.settings import UserError
 from model.gpt import GPT
-from trainer.checkpoint import newest
+from runtime.checkpoint import newest
 from trainer.loop import fit
 from trainer.run_dir import check_folder
 

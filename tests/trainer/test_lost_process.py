@@ -11,15 +11,15 @@ from ranks import finish, free_port, lines_in, run, started, wait_until
 
 from common.exits import AGAIN
 from common.settings import UserError
-from trainer import distributed
-from trainer.distributed import join_world
+from runtime import distributed
+from runtime.distributed import join_world
 
 # Adds numbers until it is stopped; {fault} is carried out where a step begins.
 WORKER = """
 import sys, time
 from datetime import timedelta
 import torch
-from trainer.distributed import join_world
+from runtime.distributed import join_world
 
 with join_world(torch.device("cpu"), timedelta(seconds={timeout})) as world:
     for step in range(1, {steps} + 1):

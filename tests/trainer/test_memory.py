@@ -13,10 +13,10 @@ from model.gpt import GPT, GPTConfig
 from model.ops import linear_cross_entropy
 from model.ops.log_attention import chunks
 from model.state import state_bytes
+from runtime.device import Runtime
 from trainer.long_sequences import states_before
 from trainer.memory import step_memory
 from trainer.optim import AdamWConfig
-from trainer.runtime import Runtime
 from trainer.step import SummedLoss
 
 B, T = 4, 512

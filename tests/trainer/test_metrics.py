@@ -9,8 +9,8 @@ import time
 import pytest
 from faults import LimitedFiles, SmallDisk
 
-from trainer import metrics
-from trainer.metrics import MetricsLog
+from runtime import metrics
+from runtime.metrics import MetricsLog
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 

@@ -13,10 +13,10 @@ from torch import nn
 from common.memory import available_memory, out_of_memory
 from common.settings import UserError, decode
 from model.gpt import GPT, GPTConfig
-from trainer.checkpoint import newest, open_checkpoint
-from trainer.distributed import World
+from runtime.checkpoint import newest, open_checkpoint
+from runtime.device import Runtime
+from runtime.distributed import World
 from trainer.micro_batch import choose_micro_batch
-from trainer.runtime import Runtime
 from trainer.step import SummedLoss
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -167,7 +167,7 @@ def test_two_processes_agree_on_what_the_poorer_one_can_do():
     script = """
 import torch
 from tests.trainer.test_micro_batch import CPU, Limited, choose_micro_batch
-from trainer.distributed import join_world
+from runtime.distributed import join_world
 
 torch.cuda.mem_get_info = lambda device: (0, 1000)
 with join_world(CPU.device) as world:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from common.console import console
 from common.exits import AGAIN
 from common.settings import UserError
-from trainer.distributed import join_world
+from runtime.distributed import join_world
 
 
 @pytest.fixture

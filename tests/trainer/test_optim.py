@@ -14,9 +14,9 @@ from cli.compose import compose
 from common.settings import decode
 from model.gpt import GPT
 from model.layers import FusedLinear
+from runtime.distributed import World
 from trainer import optim
 from trainer.config import TrainConfig
-from trainer.distributed import World
 from trainer.optim import AdamWConfig, MuonConfig, block_matrices, named_state, orthogonal
 
 OPTIM = AdamWConfig(name="adamw", max_lr=1e-2, weight_decay=0.3)

@@ -8,8 +8,8 @@ from test_torchrun import assert_same_steps
 
 from common.settings import UserError
 from data.loader import IGNORED
-from trainer.distributed import World
-from trainer.runtime import Runtime
+from runtime.device import Runtime
+from runtime.distributed import World
 from trainer.step import SummedLoss, accumulate_gradients
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -73,8 +73,8 @@ def test_gradients_are_those_of_the_whole(tiny, name, documents):
 CHILD = """
 import torch
 from tests.trainer.test_memory import GPT, config_of
-from trainer.distributed import World
-from trainer.runtime import Runtime, keep_freed_memory
+from runtime.distributed import World
+from runtime.device import Runtime, keep_freed_memory
 from trainer.step import SummedLoss, accumulate_gradients
 keep_freed_memory()
 def peak():

@@ -14,11 +14,11 @@ from common.console import say_once
 from common.settings import UserError, decode
 from model.gpt import GPT, GPTConfig
 from model.ops import kernels, linear_cross_entropy, log_attention
-from trainer import proof
-from trainer.distributed import World
+from runtime import proof
+from runtime.device import Runtime, compile_blocks
+from runtime.distributed import World
+from runtime.proof import Difference, Form, Proofs, compare, prove_gradients, prove_logits
 from trainer.loop import fit
-from trainer.proof import Difference, Form, Proofs, compare, prove_gradients, prove_logits
-from trainer.runtime import Runtime, compile_blocks
 
 FLAGSHIP = {
     **{"n_vocab": 40, "n_layer": 2, "n_head": 2, "n_embd": 16, "ngrams": [1, 2], "position": {"name": "none"}},

@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy, glu
 
 from common.settings import decode
 from model.interop import load_published, published_name
+from runtime.device import Runtime
 from trainer.optim import AdamWConfig
-from trainer.runtime import Runtime
 from trainer.schedule import OneCycle
 from trainer.step import SummedLoss, train_step
 

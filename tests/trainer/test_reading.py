@@ -14,10 +14,10 @@ from test_resume import assert_same_run
 from common.settings import UserError, decode
 from data.loader import TrainBatches
 from model.gpt import GPT
-from trainer.checkpoint import newest, open_checkpoint
+from runtime.checkpoint import newest, open_checkpoint
+from runtime.state import TrainState
 from trainer.loop import fit
 from trainer.start import new_state
-from trainer.state import TrainState
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 

@@ -9,15 +9,15 @@ import torch
 from faults import metrics
 from forged import edit
 
-import trainer.checkpoint
+import runtime.checkpoint
 from common import settings
 from common.settings import UserError
 from data.loader import TrainBatches
 from data.shards import read_manifest
-from trainer.checkpoint import newest, open_checkpoint
+from runtime.checkpoint import newest, open_checkpoint
+from runtime.state import TrainState
 from trainer.loop import fit
 from trainer.schedule import WSD, OneCycle
-from trainer.state import TrainState
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -125,9 +125,9 @@ def test_a_resume_decodes_one_manifest_once(tiny, monkeypatch):
         decoded.append(kind)
         return settings.decode(kind, raw)
 
-    monkeypatch.setattr(trainer.checkpoint, "decode", decode)
+    monkeypatch.setattr(runtime.checkpoint, "decode", decode)
     fit(tiny({"stop_at": 5}))
-    assert decoded == [trainer.checkpoint.Digests, TrainState]
+    assert decoded == [runtime.checkpoint.Digests, TrainState]
 
 
 def test_the_dataset_may_move(tiny, tmp_path):

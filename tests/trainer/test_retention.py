@@ -11,9 +11,9 @@ import pytest
 from faults import LimitedFiles, SmallDisk, assert_same, is_whole, result, steps_of
 
 from common.settings import UserError
-from trainer.checkpoint import CheckpointConfig, checkpoint_path, open_checkpoint, retain
+from runtime.checkpoint import CheckpointConfig, checkpoint_path, open_checkpoint, retain
+from runtime.losses import Loss
 from trainer.loop import fit
-from trainer.losses import Loss
 from trainer.records import Records
 
 pytestmark = pytest.mark.usefixtures("restored_torch", "plain")

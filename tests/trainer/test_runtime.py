@@ -9,8 +9,8 @@ import torch
 
 from common.settings import UserError, decode
 from model.ops import kernels
-from trainer import runtime
-from trainer.runtime import DeviceConfig, Runtime, RuntimeConfig, compiles, open_runtime, why_gpu_is_unseen
+from runtime import device
+from runtime.device import DeviceConfig, Runtime, RuntimeConfig, compiles, open_runtime, why_gpu_is_unseen
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -55,7 +55,7 @@ def test_a_gpu_that_is_hidden_or_absent_is_no_cause(gpu_node, monkeypatch, tmp_p
 
 def test_training_does_not_fall_back_to_the_cpu_in_silence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(runtime, "why_gpu_is_unseen", lambda: "the driver is too old: update it")
+    monkeypatch.setattr(device, "why_gpu_is_unseen", lambda: "the driver is too old: update it")
     with pytest.raises(UserError, match=r"^this machine has a GPU .* too old: update it; or use runtime\.device=cpu$"):
         open_runtime(decode(DeviceConfig, {"device": "auto"}))
     assert open_runtime(decode(DeviceConfig, {"device": "cpu"})).device.type == "cpu"
@@ -80,7 +80,7 @@ def test_auto_takes_bfloat16_on_a_cpu_with_units_for_it(monkeypatch, fast, dtype
 FAULTS = """
 import resource, torch
 from common.settings import decode
-from trainer.runtime import DeviceConfig, open_runtime
+from runtime.device import DeviceConfig, open_runtime
 open_runtime(decode(DeviceConfig, {"device": "cpu", "dtype": "float32"}))
 torch.ones(4 * 9 * 2**20)  # freed at once: room for two of a quarter, wherever the heap has put small things since
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

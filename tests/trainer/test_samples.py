@@ -8,7 +8,7 @@ from test_resume import assert_same_run
 from common.settings import UserError, decode
 from data.chat import ChatTokenizer
 from data.tokenizer import BytesConfig, NoneConfig, build_tokenizer
-from trainer.checkpoint import newest
+from runtime.checkpoint import newest
 from trainer.loop import fit
 from trainer.samples import read_prompt
 

@@ -9,16 +9,16 @@ import torch
 from safetensors.torch import load_file
 from test_resume import assert_same_run
 
-import trainer.checkpoint
+import runtime.checkpoint
 import trainer.loop
 from common.files import owned
 from common.settings import UserError
 from data.tokenizer import BytesConfig, build_tokenizer
-from trainer.checkpoint import CheckpointConfig, Saver, checkpoint_path, open_checkpoint
-from trainer.distributed import World
+from runtime.checkpoint import CheckpointConfig, Saver, checkpoint_path, open_checkpoint
+from runtime.distributed import World
+from runtime.metrics import MetricsLog
+from runtime.state import TrainState
 from trainer.loop import fit
-from trainer.metrics import MetricsLog
-from trainer.state import TrainState
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -49,13 +49,13 @@ def stored(run_dir, step):
 @pytest.fixture
 def gate(monkeypatch):
     """Holds the writing thread up until it is set."""
-    event, write = threading.Event(), trainer.checkpoint.save_checkpoint
+    event, write = threading.Event(), runtime.checkpoint.save_checkpoint
 
     def waiting(*args):
         assert event.wait(60)
         return write(*args)
 
-    monkeypatch.setattr(trainer.checkpoint, "save_checkpoint", waiting)
+    monkeypatch.setattr(runtime.checkpoint, "save_checkpoint", waiting)
     yield event
     event.set()
 
@@ -106,7 +106,7 @@ def test_a_failed_save_ends_the_run_before_its_next_step(tiny, monkeypatch, erro
         return original(run, *given, **named)
 
     original, steps = trainer.loop.take_step, []
-    monkeypatch.setattr(trainer.checkpoint, "save_checkpoint", fail)
+    monkeypatch.setattr(runtime.checkpoint, "save_checkpoint", fail)
     monkeypatch.setattr(trainer.loop, "take_step", step)
     with pytest.raises(raised, match=r"a bug|the save after step 2 failed \(No space left on device\)[^\n]*$"):
         fit(tiny({"checkpoint.on_error": "stop" if raised is UserError else "continue"}))

@@ -12,11 +12,11 @@ import pytest
 import ranks
 from test_resume import assert_same_run, metrics
 
-import trainer.checkpoint
+import runtime.checkpoint
 import trainer.signals
 import trainer.step
 from common.exits import AGAIN
-from trainer.checkpoint import newest, open_checkpoint
+from runtime.checkpoint import newest, open_checkpoint
 from trainer.loop import fit
 from trainer.signals import STOPPING, StopSignals
 
@@ -87,14 +87,14 @@ def test_a_signal_ends_a_long_step_between_its_micro_batches_and_no_bit_changes(
 
 
 def test_a_stop_saves_again_what_could_not_be_saved(tiny, monkeypatch, stopped_at):
-    save, fails = trainer.checkpoint.save_checkpoint, iter([True])
+    save, fails = runtime.checkpoint.save_checkpoint, iter([True])
 
     def failing(run_dir, tensors, state, *rest):
         if state.step == 4 and next(fails, False):
             raise OSError(errno.ENOSPC, "No space left on device")
         return save(run_dir, tensors, state, *rest)
 
-    monkeypatch.setattr(trainer.checkpoint, "save_checkpoint", failing)
+    monkeypatch.setattr(runtime.checkpoint, "save_checkpoint", failing)
     config = tiny(LONG_STEPS | {"checkpoint": {"every": 2, "on_error": "continue"}})
     assert stopped_at(config, 4 * 4 + 2).step == 4
 

@@ -6,8 +6,8 @@ from alone import open_run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.gpt import GPT
-from trainer.distributed import World
-from trainer.runtime import Runtime
+from runtime.device import Runtime
+from runtime.distributed import World
 from trainer.step import SummedLoss, train_step
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ import torch
 from faults import metrics
 from safetensors.torch import load_file
 
-from trainer.checkpoint import newest
+from runtime.checkpoint import newest
 
 TORCHRUN = ["-m", "torch.distributed.run"]
 
@@ -81,7 +81,7 @@ def assert_same_values(a, b):
 OTHERWISE = """
 import os, runpy, sys
 import torch
-import trainer.distributed
+import runtime.distributed
 script, *sys.argv[1:], other = sys.argv[1:]
 if os.environ["RANK"] == "1" and other.startswith("+"):
     sys.argv += other[1:].split()
@@ -89,7 +89,7 @@ elif os.environ["RANK"] == "1":
     exec(other)
 runpy.run_path(script, run_name="__main__")
 """
-CODE = "trainer.distributed.code_digest = lambda: 'mine'"
+CODE = "runtime.distributed.code_digest = lambda: 'mine'"
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from common.settings import UserError
 from model.gpt import GPT, GPTConfig
 from model.graphs import DecodingStep
 from model.state import lengthened, repeated_columns, state_bytes
+from runtime.device import open_runtime
 from tools.bench.harness import Row, in_turn, profiled, timed
 from tools.bench.train import config_of
-from trainer.runtime import open_runtime
 
 HUGGING_FACE = "Hugging Face"
 WARM_UP = 3  # steps that are not timed; a stretched cache is copied in the first

@@ -15,10 +15,10 @@ from common.config_files import CONFIGS
 from common.console import Track, say
 from common.settings import UserError, decode
 from model.gpt import GPT
+from runtime.device import compile_blocks, compiles, open_runtime, peak_flops
+from runtime.distributed import World
 from tools.bench.harness import Row, attempt, composed, in_own_process, in_turn, profiled, timed
 from trainer.config import TrainConfig
-from trainer.distributed import World
-from trainer.runtime import compile_blocks, compiles, open_runtime, peak_flops
 from trainer.step import SummedLoss, accumulate_gradients, train_step
 
 _WARM_UP = 3  # steps that get new memory from the system

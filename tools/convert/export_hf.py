@@ -16,12 +16,12 @@ from common.settings import JsonDict, UserError, decode
 from data.chat import ChatTokenizer
 from data.tokenizer import Tokenizer
 from model.gpt import GPT, GPTConfig
+from runtime.checkpoint import load_model, open_model
+from runtime.state import TrainState
+from runtime.tensor_file import save_file
 from tools.convert.hf_tokenizer import tokenizer_files
 from tools.convert.hugging_face.gpt2 import PREFIX, gpt2_config, gpt2_name, is_gpt2, turned
 from tools.convert.hugging_face.sources import CONFIG_CLASS, MODEL_CLASS, modeling_files
-from trainer.checkpoint import load_model, open_model
-from trainer.state import TrainState
-from trainer.tensor_file import save_file
 
 _HERE = Path(__file__).resolve().parent
 

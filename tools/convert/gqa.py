@@ -9,8 +9,8 @@ from common.command_line import overrides
 from common.console import say
 from common.settings import UserError, decode
 from model.gpt import GPT, GPTConfig
+from runtime.checkpoint import load_model, open_model
 from tools.convert.new_run import begin_with
-from trainer.checkpoint import load_model, open_model
 
 
 def convert(checkpoint: Path, run_dir: Path, n_kv_head: int) -> Path:

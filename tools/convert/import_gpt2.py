@@ -16,11 +16,11 @@ from common.files import file_size, read_json
 from common.settings import UserError
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
+from runtime.checkpoint import FLOATS
+from runtime.tensor_file import read_header, read_tensors
 from tools.convert.hf_tokenizer import read_tokenizer_json
 from tools.convert.hugging_face.gpt2 import PREFIX, gpt2_name, read_gpt2_config, turned
 from tools.convert.new_run import begin_with
-from trainer.checkpoint import FLOATS
-from trainer.tensor_file import read_header, read_tensors
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MASK_TYPES = (torch.bool, torch.uint8, torch.float32)

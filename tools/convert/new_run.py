@@ -7,9 +7,9 @@ from common.files import make_directory
 from common.settings import UserError, decode
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
-from trainer.checkpoint import newest, save_checkpoint
+from runtime.checkpoint import newest, save_checkpoint
+from runtime.state import NO_DATASET, TrainState
 from trainer.run_dir import check_folder, own_run
-from trainer.state import NO_DATASET, TrainState
 
 
 def begin_with(

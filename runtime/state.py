@@ -8,11 +8,32 @@ from pydantic import Field, model_validator
 from common.settings import Settings, UserError
 from data.mixture import DataConfig
 from model.gpt import GPTConfig
-from trainer.bad_steps import LossStatistics
 
 FORMAT_VERSION: Literal[4] = 4
 NO_DATASET = Path("no-dataset-that-was-given")
 """The dataset of an imported model."""
+RECENT_LOSSES = 100
+"""Approximate number of losses that LossStatistics covers."""
+
+
+class LossStatistics(Settings):
+    """Running mean and variance of the losses of good steps."""
+
+    count: Annotated[int, Field(ge=0)] = 0
+    mean: float = 0.0
+    variance: Annotated[float, Field(ge=0)] = 0.0
+
+    def after(self, loss: float) -> "LossStatistics":
+        """Statistics with one more loss.
+
+        The first losses have equal weights; later, old ones decay exponentially.
+        """
+        weight = max(1 / (self.count + 1), 1 / RECENT_LOSSES)
+        distance = loss - self.mean
+        variance = (1 - weight) * (self.variance + weight * distance**2)
+        return LossStatistics(
+            count=self.count + 1, mean=self.mean + weight * distance, variance=variance
+        )
 
 
 class FixedSettings(Settings):

@@ -26,8 +26,8 @@ from common.settings import JsonDict, UserError
 from model.gpt import GPT
 from model.layers import FusedLinear
 from model.ops import kernels
-from trainer.distributed import World
-from trainer.runtime import Runtime, compile_blocks, triton_version
+from runtime.device import Runtime, compile_blocks, triton_version
+from runtime.distributed import World
 
 ROUNDINGS = 16
 """Roundings of a number that may add up in a gradient. In bfloat16 that is 0.125: right gradients differ by up to

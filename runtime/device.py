@@ -19,7 +19,7 @@ from common.settings import Settings, UserError
 from model.gpt import GPT
 from model.layers import Recompute
 from model.ops import kernels
-from trainer.devices import device_of_gpu
+from runtime.gpus import device_of_gpu
 
 
 class DeviceConfig(Settings, defaults="device"):

@@ -32,6 +32,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from common.command_line import changes_of
 from common.console import say, warn
 from common.files import (
     read_json,
@@ -44,19 +45,17 @@ from common.files import (
 from common.settings import Settings, UserError, decode, differences
 from data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from model.gpt import GPT
-from trainer.average import AVERAGE
-from trainer.distributed import World
-from trainer.metrics import MetricsLog
-from trainer.randomness import (
+from runtime.distributed import World
+from runtime.metrics import MetricsLog
+from runtime.randomness import (
     RANDOM,
     random_state,
     random_tensors,
     seed_process,
     set_random_state,
 )
-from trainer.run_dir import changes_of
-from trainer.state import FORMAT_VERSION, FixedSettings, TrainState
-from trainer.tensor_file import Expected, read_tensors, save_file
+from runtime.state import FORMAT_VERSION, FixedSettings, TrainState
+from runtime.tensor_file import Expected, read_tensors, save_file
 
 _NAME = re.compile(r"step-\d{8,18}")
 _LARGEST_STATE = 2**22  # bytes: it may name the weights of many sets
@@ -72,6 +71,9 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
 """For each of "model", "optimizer" and "random", tensors by name."""
+
+
+AVERAGE = "average/"  # before the names of parameters
 
 
 class CheckpointConfig(Settings, defaults="train:checkpoint"):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from common.settings import UserError
-from trainer.tensor_file import Expected
+from runtime.tensor_file import Expected
 
 RANDOM = "states"
 """Name of the one tensor in random.safetensors: (processes, bytes of a state)."""

@@ -11,8 +11,8 @@ from common.console import Track
 from common.numbers import ceil_div
 from data.loader import IGNORED, EvalBatches
 from model.gpt import GPT, GPTState
-from trainer.distributed import World
-from trainer.runtime import Runtime
+from runtime.device import Runtime
+from runtime.distributed import World
 
 
 @dataclass(frozen=True)
