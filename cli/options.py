@@ -14,7 +14,7 @@ from common.settings import JsonDict, UserError, nearest
 _OF_DATA = ("data", "tokenizer")
 _TEXTS = re.compile(
     r"\w+_(dir|field|files?|from|in|name|out|path)|"
-    "checkpoint|csv|device|folder|hf|host|nanogpt|out|path|project|prompt|revision|split|stop|subset|text"
+    "checkpoint|csv|device|folder|host|nanogpt|out|path|project|prompt|revision|split|stop|subset|text"
 )
 """The last parts of keys whose values are texts, even if they look like numbers."""
 

@@ -144,8 +144,7 @@ def fastest_right(
     first = largest(configured)
     if first.size <= allowed:
         return configured, first
-    used = sorted(kernels.used)
-    for left_out in [(), *((operator,) for operator in used), tuple(used)]:
+    for left_out in _candidates():
         form = Form(False, (*configured.left_out, *left_out))
         found = largest(form)
         if found.size <= allowed:
@@ -159,6 +158,14 @@ def fastest_right(
             form, found = form._replace(compiled=True), faster
     warn(f"{first}: this goes on without {form.lacks(configured)}, which is slower")
     return form, found
+
+
+def _candidates() -> Iterator[tuple[str, ...]]:
+    """Yield what to leave out, in order: nothing, each operator that was used, and all of these."""
+    yield ()
+    for operator in sorted(kernels.used):
+        yield (operator,)
+    yield tuple(sorted(kernels.used))  # more than before, if an error had hidden some
 
 
 def use(gpt: GPT, form: Form) -> None:

@@ -7,20 +7,16 @@ import json
 
 import pytest
 import torch
+from agreement import compare
 from made_on import suspended
 from safetensors.torch import load_file
 
-from common.settings import decode
 from model.gpt import GPT, GPTConfig
-from model.ops import checks
 from model.ops.sparse_attention.attend import document_attention, sparse_attention
 from model.ops.sparse_attention.naive import naive_sparse_attention
 from model.ops.sparse_attention.patterns import CAUSAL, fixed, longformer, strided, window
 from runtime.checkpoint import load_model, newest
-from runtime.device import open_runtime
 from tools import doctor
-from tools.bench.harness import composed
-from trainer.config import TrainConfig
 from trainer.loop import fit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("restored_torch")]
@@ -114,7 +110,7 @@ def test_flex_attention_is_the_definition_in_both_passes(pattern, T):
 @pytest.mark.parametrize("pattern", [CAUSAL, window(40), strided(48)], ids=str)
 @pytest.mark.parametrize("T", [100, 700])
 def test_flex_attention_keeps_documents_apart(pattern, T):
-    """In bfloat16, with grouped queries: as exact as FlexAttention's check demands, four roundings."""
+    """In bfloat16, with grouped queries."""
     leaves = {name: torch.randn(2, heads, T, 16).bfloat16() for name, heads in (("q", 4), ("k", 2), ("v", 2))}
     starts = torch.rand(2, T) < 0.01
 
@@ -125,16 +121,15 @@ def test_flex_attention_keeps_documents_apart(pattern, T):
         return {"y": naive_sparse_attention(q, k, v, [pattern], starts.to(q.device))}
 
     with suspended():
-        checks.compare("documents", attend, definition, leaves)
+        compare("documents", attend, definition, leaves)
 
 
 @pytest.mark.gpu(alone=True)
-def test_what_auto_would_use_passes_its_check():
-    """Attention, FlexAttention, the loss, the log recurrence and graphs, in the types and sizes of the 125M models."""
+@pytest.mark.parametrize("words", [doctor.FLAGSHIP, *doctor.OTHERS], ids=lambda words: words[-1])
+def test_the_gradients_of_the_125m_models_are_right(words):
+    """Of two blocks: log attention, the log recurrence, the loss and FlexAttention, compiled, in bfloat16."""
     with suspended():
-        doctor.use_operators(open_runtime(decode(TrainConfig, composed(doctor.FLAGSHIP)).runtime))
-    assert len(checks.outcomes) >= 5
-    assert [why for why in checks.outcomes.values() if why] == []
+        assert doctor.prove_model(words) == doctor.AGREES
 
 
 @pytest.mark.gpu(alone=True)

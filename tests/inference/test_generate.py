@@ -175,7 +175,7 @@ def test_no_setting_hides_that_the_logits_are_not_finite(bad, row):
 
 @pytest.mark.parametrize("penalty", [0, 0.0009, 1000.1, 1e39, torch.inf, torch.nan])
 def test_penalties_that_leave_nothing_of_the_logits_are_refused(penalty):
-    with pytest.raises(UserError, match=r"repetition_penalty=\S+: give "):
+    with pytest.raises(UserError, match=r"repetition_penalty=\S+: Input should be "):
         decode(SamplingConfig, {"repetition_penalty": penalty})
 
 

@@ -87,9 +87,9 @@ def _log_attention_leaves(device, dtypes, sizes, T, has_state, deviation):
 def _log_attention(backend, /, log_s=None, log_z=None, **inputs):
     """The state after the tokens is wanted if one is given."""
     if log_s is None:
-        return {"log_y": BACKENDS[backend](**inputs, causal=True, state=None, return_state=False)}
+        return {"log_y": BACKENDS[backend](**inputs, state=None, return_state=False)}
     state = LogAttentionState(log_s, log_z)
-    log_y, after = BACKENDS[backend](**inputs, causal=True, state=state, return_state=True)
+    log_y, after = BACKENDS[backend](**inputs, state=state, return_state=True)
     return {"log_y": log_y, **after._asdict()}
 
 

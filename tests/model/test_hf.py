@@ -338,5 +338,5 @@ def test_an_exports_code_imports_nothing_that_is_missing_beside_transformers():
                 assert top in needed or top in sys.stdlib_module_names or top == "triton", f"{name} imports {top}"
         outside = [node for node in ast.parse(text).body if isinstance(node, ast.Import)]
         assert not any(alias.name.startswith("triton") for node in outside for alias in node.names), name
-    for module in ("log_attention_check", "log_recurrence_triton", "linear_cross_entropy_triton"):
+    for module in ("log_attention_triton", "log_recurrence_triton", "linear_cross_entropy_triton"):
         assert f"model_ops_{module}.py" in files, "only GPUs import it"

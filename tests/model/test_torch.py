@@ -80,10 +80,10 @@ def test_fakes_have_the_strides_and_types_of_results(backend, T):
     if backend == "chunked":
         x, narrow = torch.randn(2, T, 3, 15), torch.randn(2, 3, 5, 6)
         q, k, log_v = (part.transpose(1, 2) for part in x.split(5, dim=-1))
-        *_, M, doubtful = _attend(q, k, log_v, None, narrow, True, True)
+        *_, M, doubtful = _attend(q, k, log_v, None, narrow, True)
         calls += [
-            (_attend, (q, k, log_v, None, narrow, True, True)),
-            (_attend_backward, ([log_v, narrow], [q, k, log_v, None, narrow], M, doubtful, True)),
+            (_attend, (q, k, log_v, None, narrow, True)),
+            (_attend_backward, ([log_v, narrow], [q, k, log_v, None, narrow], M, doubtful)),
         ]
     for operator, arguments in calls:
         with FakeTensorMode() as mode:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 
 import pytest
 import torch
@@ -171,26 +170,14 @@ def test_a_state_is_constant_in_log_space_and_grows_with_softmax(command, restor
     assert f"{1100 * KEYS_AND_VALUES:,}" in result.out
 
 
-@pytest.mark.slow
-def test_decoding_is_timed_beside_hugging_face(command, restored_torch, tmp_path):
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    options = ["what=decode", "models=gpt2_124m", "hf=gpt2_124m", "positions=40,1100", f"out={tmp_path / 'bench.json'}"]
-    rows = figures(command("scripts/bench", *options, *MODELS), tmp_path / "bench.json")["decode"]
-    assert [row["model"] for row in rows] == ["Hugging Face"] * 2 + ["gpt2_124m"] * 2
-    assert all(row["x"] > 0 for row in rows)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("what=train nanogpt=configs", "nanogpt=configs has no model.py: name the folder of a clone of nanoGPT"),
-        ("what=decode hf=gpt2_124m", "transformers is not installed: pip install -e '.[hf]'"),
-        ("what=decode hf=gpt9", "model=gpt9 does not exist: "),
         ("what=decode models=gpt2_123m", "did you mean 'model/gpt2_124m'?"),
     ],
 )
-def test_mistakes_are_one_line(arguments, message, command, restored_torch, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)  # an import of it fails
+def test_mistakes_are_one_line(arguments, message, command, restored_torch):
     assert_one_line(command("scripts/bench", *arguments.split(), *MODELS, "positions=40"), message)
 
 

@@ -54,10 +54,10 @@ def make_wrong(monkeypatch):
     """Makes a kernel or compiled blocks wrong. Plain torch stands in for the kernel of log attention, which is slow."""
     cross_entropy = linear_cross_entropy._by_triton
 
-    def attend(*inputs, causal, **options):
+    def attend(*inputs, **options):
         q, k, *others = inputs
         k = k.detach() + attend.factor * (k - k.detach())  # the gradient of k alone
-        return log_attention.BACKENDS["chunked"](q, k, *others, causal=causal, **options)
+        return log_attention.BACKENDS["chunked"](q, k, *others, **options)
 
     def crash(*given):
         raise RuntimeError("CUDA error: no kernel image\nmore")
@@ -66,8 +66,8 @@ def make_wrong(monkeypatch):
         return lambda *given: [x * 1.3 if x.is_floating_point() else x for x in graph(*given)]
 
     def make(what):
-        attend.factor = 1.3 if what == "log attention" else 1.0
-        if what == "the loss":
+        attend.factor = 1.3 if what in ("log attention", "both") else 1.0
+        if what in ("the loss", "both"):
             monkeypatch.setitem(linear_cross_entropy._FORMS, "triton", lambda *given: 1.02 * cross_entropy(*given))
         if what == "an error":
             monkeypatch.setitem(linear_cross_entropy._FORMS, "triton", crash)
@@ -99,6 +99,12 @@ def is_compiled(gpt):
             r"qkv.weight\[1\] has norm .* without the kernels of log attention,",
         ),
         ("the loss", ("the loss",), True, r"^the loss has norm \S+, in plain torch \S+: .* the kernels of the loss"),
+        (
+            "both",
+            ("log attention", "the loss"),
+            True,
+            r"^the loss has norm .* log attention and the kernels of the loss,",
+        ),
         ("an error", ("the loss",), True, r"^CUDA error: no kernel image: .* the kernels of the loss,"),
     ],
 )
@@ -195,8 +201,8 @@ def test_inference_compares_logits_once_and_uses_what_is_known(gpt, make_wrong, 
     monkeypatch.setattr(proof, "_TEXT", 40)
     gpt = gpt if autocast else gpt.bfloat16()
 
-    def attend(*inputs, causal, **options):
-        return log_attention.BACKENDS["chunked"](*inputs, causal=causal, **options) + 0.5
+    def attend(*inputs, **options):
+        return log_attention.BACKENDS["chunked"](*inputs, **options) + 0.5
 
     with torch.no_grad():
         for p in gpt.parameters():

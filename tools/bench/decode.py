@@ -1,6 +1,5 @@
 """Decoding: tokens per second at several positions of a text, and bytes of the state that it takes."""
 
-import importlib
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -9,15 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.settings import UserError
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPT
 from model.graphs import DecodingStep
-from model.state import lengthened, repeated_columns, state_bytes
+from model.state import lengthened, state_bytes
 from runtime.device import open_runtime
 from tools.bench.harness import Row, in_turn, profiled, timed
 from tools.bench.train import config_of
 
-HUGGING_FACE = "Hugging Face"
 WARM_UP = 3  # steps that are not timed; a stretched cache is copied in the first
 PROFILED = 4  # steps of a profile
 READ = 8  # tokens before a state is stretched
@@ -28,21 +25,13 @@ Decode = Callable[[Tensor], Tensor]
 
 @torch.inference_mode()
 def measure(options: Any) -> dict[str, list[Row]]:
-    """Measure every model at each position, and Hugging Face's GPT-2 first if its shape is given.
-
-    Raises:
-        UserError: Hugging Face's GPT-2 cannot have the shape.
-    """
+    """Measure every model at each position."""
     positions = sorted(set(options.positions))
     room = positions[-1] + WARM_UP + options.steps + PROFILED
     overrides = [*options.set, f"runtime.device={options.device}", "runtime.dtype=float32"]
     decoders: dict[tuple[str, int], Decode] = {}
     sizes: dict[tuple[str, int], int] = {}
     torch.manual_seed(0)
-    if options.hf is not None:
-        shape = config_of([f"model={options.hf}", *overrides], room, 1).model
-        gpt2 = build_hf(shape, room).to(options.device).eval()
-        decoders |= {(HUGGING_FACE, at): hugging_face(gpt2, at) for at in positions}
     for name in options.models:
         config = config_of([f"model={name}", *overrides], room, 1)
         gpt = GPT(config.model).to(open_runtime(config.runtime).device)
@@ -68,7 +57,7 @@ def measure(options: Any) -> dict[str, list[Row]]:
     first = next(iter(rate))[0]
     rows: list[Row] = [
         {"model": name, "position": at, "tokens_per_second": own, "x": own / rate[first, at]}
-        | {"bytes_of_state": sizes.get((name, at))}
+        | {"bytes_of_state": sizes[name, at]}
         for (name, at), own in rate.items()
     ]
     last = {
@@ -84,18 +73,6 @@ def measure(options: Any) -> dict[str, list[Row]]:
     return {"decode": rows, **profiles}
 
 
-def build_hf(config: GPTConfig, max_len: int) -> Any:
-    """Hugging Face's GPT-2 with the shape of one of our models, with random weights, in float32."""
-    transformers: Any = importlib.import_module("transformers")
-    if config.n_head * config.head_features != config.n_embd:
-        raise UserError(
-            f"head_dim={config.head_dim} is not GPT-2's, whose heads share n_embd evenly: set it to null"
-        )
-    shape = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd")}
-    shape |= {"vocab_size": config.n_vocab_padded, "n_positions": max_len}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape))
-
-
 def ours(step: DecodingStep, state: Any) -> Decode:
     """Decode from a state on."""
 
@@ -105,18 +82,3 @@ def ours(step: DecodingStep, state: Any) -> Decode:
         return logits
 
     return decode
-
-
-def hugging_face(gpt2: Any, position: int) -> Decode:
-    """The same for Hugging Face's model, with a DynamicCache that is stretched to this position."""
-    cache = gpt2(
-        torch.zeros(1, READ, dtype=torch.long, device=gpt2.device), use_cache=True
-    ).past_key_values
-    for layer in cache.layers:
-        layer.keys, layer.values = (
-            repeated_columns(layer.keys, position),
-            repeated_columns(layer.values, position),
-        )
-    return lambda token_ids: (
-        gpt2(token_ids, past_key_values=cache, use_cache=True).logits
-    )  # it changes the cache

@@ -55,7 +55,6 @@ class BenchConfig(Settings, defaults="bench"):
     steps: PositiveInt
     nanogpt: Path | None
     positions: Items[PositiveInt] = Field(min_length=1)
-    hf: str | None
 
 
 def bench(options: BenchConfig) -> None:
