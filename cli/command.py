@@ -1,4 +1,5 @@
-"""What every command does: read the options, compose a configuration, run, and report mistakes in one line."""
+"""What every command does: read the options, compose a configuration, run, and report mistakes in
+one line."""
 
 import argparse
 import logging
@@ -39,14 +40,15 @@ def command(
     """Compose configs/<config_name>.yaml with the options of the command line, and run.
 
     Args:
-        run: the function that does the work, as "package.module:function". It is imported when the options are read:
-            --help does not wait for torch.
-        settings: the class that the configuration is decoded into, as "package.module:Class"; None: the keys are the
-            function's arguments.
-        text_keys: keys whose values on the command line are taken literally, with quotes, brackets and ${}.
+        run: the function that does the work, as "package.module:function". It is imported when the
+            options are read: --help does not wait for torch.
+        settings: the class that the configuration is decoded into, as "package.module:Class"; None:
+            the keys are the function's arguments.
+        text_keys: keys whose values on the command line are taken literally, with quotes, brackets
+            and ${}.
         when_interrupted: the answer to Ctrl-C.
-        check: the name of a function that raises UserError for what can be known before `run`; a sweep calls it for
-            all jobs before the first one runs.
+        check: the name of a function that raises UserError for what can be known before `run`; a
+            sweep calls it for all jobs before the first one runs.
     """
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
@@ -93,7 +95,8 @@ def _arguments(function: Command) -> type[Settings]:
 
 
 def reported(run: Callable[[], None], debug: bool, when_interrupted: str) -> int:
-    """Run, report a mistake or a missing package in one line on standard error, and return the exit status."""
+    """Run, report a mistake or a missing package in one line on standard error, and return the exit
+    status."""
     try:
         run()
         sys.stdout.flush()  # here, where its failure is reported

@@ -24,7 +24,8 @@ OmegaConf.clear_resolver(
 
 
 def compose(config_name: str, overrides: list[str], config_dir: str | None = None) -> DictConfig:
-    """Compose configs/<config_name>.yaml with these options. `config_dir`: a folder with further members of groups.
+    """Compose configs/<config_name>.yaml with these options. `config_dir`: a folder with further
+    members of groups.
 
     Raises:
         UserError: an option or a file does not exist, or a file is not a configuration.
@@ -47,7 +48,8 @@ def compose(config_name: str, overrides: list[str], config_dir: str | None = Non
 
 
 def to_dict(composed: DictConfig, complete: bool = True) -> JsonDict:
-    """Return a composed configuration as plain data. If it need not be complete, "???" stands for required values.
+    """Return a composed configuration as plain data. If it need not be complete, "???" stands for
+    required values.
 
     Raises:
         UserError: a required value is missing, or a value refers to something that does not exist.

@@ -1,4 +1,5 @@
-"""--help and --cfg job: what a command does, its groups and its keys, as the YAML files in configs/ explain them."""
+"""--help and --cfg job: what a command does, its groups and its keys, as the YAML files in configs/
+explain them."""
 
 import re
 from collections.abc import Iterator
@@ -10,7 +11,8 @@ from common.settings import JsonDict
 
 
 def help_of(config_name: str) -> str:
-    """Return the text of --help, which comes from configs/<config_name>.yaml: its first comment, groups and keys."""
+    """Return the text of --help, which comes from configs/<config_name>.yaml: its first comment,
+    groups and keys."""
     comment, _, rest = (
         (CONFIGS / f"{config_name}.yaml").read_text(encoding="utf-8").partition("\n\n")
     )

@@ -1,4 +1,5 @@
-"""Options as users type them, in the form that Hydra's grammar reads, and Hydra's errors in one line."""
+"""Options as users type them, in the form that Hydra's grammar reads, and Hydra's errors in one
+line."""
 
 import json
 import re
@@ -24,7 +25,8 @@ _ASIDES = ("To append", "See https", "full_key", "object_type", "reference_type"
 
 
 def groups_of(config_name: str) -> dict[str, list[str]]:
-    """Return the names in every group that a command takes: {"schedule": ["constant", "cosine", ...]}."""
+    """Return the names in every group that a command takes: {"schedule": ["constant", "cosine",
+    ...]}."""
     if config_name not in ("train", "plan", "prepare"):
         return {}
     groups: dict[str, list[str]] = {}
@@ -48,7 +50,8 @@ def is_text(option: str) -> bool:
 
 
 def read_options(options: list[str]) -> list[str]:
-    """Return options as Hydra's grammar writes them: JSON's quoted keys are bare, and texts are quoted."""
+    """Return options as Hydra's grammar writes them: JSON's quoted keys are bare, and texts are
+    quoted."""
     parse = OverridesParser.create().parse_override
     read = []
     for option in map(_bare_keys, options):
@@ -62,7 +65,8 @@ def read_options(options: list[str]) -> list[str]:
 
 
 def keys_and_values(options: list[str]) -> JsonDict:
-    """Return the options' values by key, in the form that Hydra's grammar gives them; "~" if one deletes a key.
+    """Return the options' values by key, in the form that Hydra's grammar gives them; "~" if one
+    deletes a key.
 
     Raises:
         UserError: Hydra cannot read an option.
@@ -75,7 +79,8 @@ def keys_and_values(options: list[str]) -> JsonDict:
 
 
 def _bare_keys(option: str) -> str:
-    """Turn KEY={"Pile-CC": 2} (JSON) into KEY={Pile-CC: 2}, as Hydra's grammar has no quotes around keys."""
+    """Turn KEY={"Pile-CC": 2} (JSON) into KEY={Pile-CC: 2}, as Hydra's grammar has no quotes around
+    keys."""
     key, _, value = option.partition("=")
     try:
         mapping = json.loads(value) if value.startswith("{") else None
@@ -91,7 +96,8 @@ def _bare_keys(option: str) -> str:
 
 
 def _quoted(option: str) -> str:
-    """Quote a value that Hydra's grammar cannot read as a text, such as checkpoint=runs/sweep/seed=1."""
+    """Quote a value that Hydra's grammar cannot read as a text, such as
+    checkpoint=runs/sweep/seed=1."""
     key, equals, value = option.partition("=")
     if not equals or re.match("['\"[{(]", value) or not re.fullmatch(r"[+~]{0,2}[\w./@-]+", key):
         return option  # Hydra says what is wrong
@@ -115,7 +121,8 @@ def explain(error: Exception, config_name: str = "") -> str:
 
 
 def _known(config_name: str) -> dict[str, list[str]]:
-    """Return a command's keys, groups and names, as GROUP/NAME, with the choices GROUP=NAME that have a key."""
+    """Return a command's keys, groups and names, as GROUP/NAME, with the choices GROUP=NAME that
+    have a key."""
     known: dict[str, list[str]] = {key: [] for key in config_file(config_name).comments}
     for group, names in groups_of(config_name).items():
         known[group] = []

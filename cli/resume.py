@@ -1,4 +1,5 @@
-"""Settings that need not be given, as a run, a model or a dataset has them: `train.py run_dir=X` continues the run in X.
+"""Settings that need not be given, as a run, a model or a dataset has them: `train.py run_dir=X`
+continues the run in X.
 
 The defaults of configs/ come first, then what is stored, then the options.
 """
@@ -25,8 +26,8 @@ def compose_run(
 ) -> JsonDict:
     """Compose train.yaml or plan.yaml with what is stored and these options.
 
-    The settings of the run in run_dir are used unless an `experiment`, which is complete, is given or a key is deleted
-    (~KEY).
+    The settings of the run in run_dir are used unless an `experiment`, which is complete, is given
+    or a key is deleted (~KEY).
 
     Args:
         complete: as for `to_dict`.
@@ -79,7 +80,8 @@ def _composed(
 
 
 def _merged(composed: JsonDict, stored: JsonDict, kept: Collection[str]) -> JsonDict:
-    """Return composed settings with the stored values of all keys but those in `kept`, which are dotted."""
+    """Return composed settings with the stored values of all keys but those in `kept`, which are
+    dotted."""
     merged = dict(composed)
     for key, value in composed.items():
         if key in kept or key not in stored:
@@ -93,7 +95,8 @@ def _merged(composed: JsonDict, stored: JsonDict, kept: Collection[str]) -> Json
 
 
 def _vocabulary(config: JsonDict, model: JsonDict, of_init_from: bool) -> int | None:
-    """Return model.n_vocab: that of the run's model or of the dataset, unless a file of the user's gives another.
+    """Return model.n_vocab: that of the run's model or of the dataset, unless a file of the user's
+    gives another.
 
     With init_from, the larger one: the dataset's tokenizer may have markers that the model's lacks.
     """
@@ -109,7 +112,8 @@ def _vocabulary(config: JsonDict, model: JsonDict, of_init_from: bool) -> int | 
 
 
 def _model_of(path: Path) -> JsonDict:
-    """Return the settings of the model of a run's newest checkpoint, or of a checkpoint; {} if there is none."""
+    """Return the settings of the model of a run's newest checkpoint, or of a checkpoint; {} if
+    there is none."""
     if path.name in ("latest", "best") and path.is_file():
         path = path.with_name(path.read_text(errors="replace").strip())
     for folder in (path, *sorted(path.glob("checkpoints/step-*"), reverse=True)):
@@ -120,7 +124,8 @@ def _model_of(path: Path) -> JsonDict:
 
 
 def _stored_run(run_dir: Path) -> JsonDict:
-    """Return the settings of a run; {} if there is none, or a damaged record, of which training warns."""
+    """Return the settings of a run; {} if there is none, or a damaged record, of which training
+    warns."""
     stored = _read(run_dir / "config.json", "config")
     environment = _read(run_dir / "config.json", "environment")
     moved = stored and not Path(str(stored.get("dataset_dir"))).exists()
@@ -130,7 +135,8 @@ def _stored_run(run_dir: Path) -> JsonDict:
 
 
 def _read(file: Path, *keys: str) -> JsonDict:
-    """Return a section of a JSON file; {} if it cannot be read, of which the command itself speaks."""
+    """Return a section of a JSON file; {} if it cannot be read, of which the command itself
+    speaks."""
     try:
         section = value_at(read_json(file), *keys)
     except UserError:

@@ -1,7 +1,8 @@
-"""Sweeps: Hydra's sweepers choose the values, its launchers run the jobs, and each job composes its own configuration.
+"""Sweeps: Hydra's sweepers choose the values, its launchers run the jobs, and each job composes its
+own configuration.
 
-Hydra sees the options that have several values, and those for Hydra itself, but no configuration file. So a file
-controls neither what Hydra calls nor what it writes.
+Hydra sees the options that have several values, and those for Hydra itself, but no configuration
+file. So a file controls neither what Hydra calls nor what it writes.
 """
 
 import itertools
@@ -34,8 +35,8 @@ from common.files import name_of, refuse_foreign
 from common.settings import JsonDict, UserError, line_for
 
 Command = Callable[..., float | None]
-"""What a command does with a configuration; training returns the lowest validation loss. With only_check=True, it only
-raises the UserErrors that can be known before."""
+"""What a command does with a configuration; training returns the lowest validation loss. With
+only_check=True, it only raises the UserErrors that can be known before."""
 
 
 _ERROR = "error.txt"
@@ -60,7 +61,8 @@ def run_sweep(
         folder = Path(os.path.expanduser(first_job.get("run_dir", f"multirun/{config_name}")))
         if folder == Path():
             raise UserError(
-                "run_dir is empty, or this folder: give one for the sweep, such as run_dir=runs/sweep"
+                "run_dir is empty, or this folder: give one for the sweep, such as "
+                "run_dir=runs/sweep"
             )
         chosen = _settings_of_hydra(config_name, str(folder), list(swept), for_hydra).hydra
         configuration = partial(_configuration, config_name, fixed, config_dir)
@@ -112,7 +114,8 @@ def _summarize(folder: Path) -> None:
     found = yaml.safe_load((folder / "optimization_results.yaml").read_text(encoding="utf-8"))
     if math.isinf(found["best_value"]):
         raise UserError(
-            "every run of the search failed (see above): change what it varies, or what all runs share"
+            "every run of the search failed (see above): change what it varies, or what all runs "
+            "share"
         )
     best = " ".join(f"{key}={value}" for key, value in found["best_params"].items())
     say(f"lowest validation loss {found['best_value']:.4f} nats per token: {best}")
@@ -201,7 +204,8 @@ def _run_job(
 
 
 def _each_once(values: Sequence[Sequence[str]]) -> Iterator[tuple[str, ...]]:
-    """Return jobs in which every value occurs: a sweeper that chooses may never try some of their combinations."""
+    """Return jobs in which every value occurs: a sweeper that chooses may never try some of their
+    combinations."""
     for i in range(max(map(len, values), default=1)):
         yield tuple(some[i % len(some)] for some in values)
 
@@ -229,7 +233,8 @@ def _settings_of_hydra(
 
 
 def _settings_of_plugins(chosen: DictConfig, has_values: bool) -> list[str]:
-    """Return further options that a launcher and a sweeper need. `has_values`: there is something to try.
+    """Return further options that a launcher and a sweeper need. `has_values`: there is something
+    to try.
 
     Raises:
         UserError: a launcher or a sweeper cannot work with these options.
@@ -241,14 +246,16 @@ def _settings_of_plugins(chosen: DictConfig, has_values: bool) -> list[str]:
     if launcher == "joblib":
         if chosen.launcher.n_jobs == 0:
             raise UserError(
-                "hydra.launcher.n_jobs=0 starts no worker: use 1 or more, or -1 for one per GPU or CPU"
+                "hydra.launcher.n_jobs=0 starts no worker: use 1 or more, or -1 for one per GPU "
+                "or CPU"
             )
         let_workers_save()
         if chosen.launcher.n_jobs == -1 and visible_gpus():
             more.append(f"hydra.launcher.n_jobs={len(visible_gpus())}")
     if launcher == "submitit_slurm" and shutil.which("srun") is None:
         raise UserError(
-            "hydra/launcher=submitit_slurm needs srun: start the sweep on a machine with SLURM's commands"
+            "hydra/launcher=submitit_slurm needs srun: start the sweep on a machine with SLURM's "
+            "commands"
         )
     if sweeper == "optuna":
         from optuna import logging as optuna_logging
@@ -260,12 +267,14 @@ def _settings_of_plugins(chosen: DictConfig, has_values: bool) -> list[str]:
                 )
         if chosen.sweeper.storage is not None:
             raise UserError(
-                "hydra.sweeper.storage is not needed: a restarted sweep finds its jobs by their folders"
+                "hydra.sweeper.storage is not needed: a restarted sweep finds its jobs by their "
+                "folders"
             )
         if not has_values:
             example = "'optim.max_lr=tag(log, interval(1e-3, 1e-2))'"
             raise UserError(
-                f"hydra/sweeper=optuna has nothing to search: give a range or choices, such as {example}"
+                "hydra/sweeper=optuna has nothing to search: give a range or choices, such as "
+                f"{example}"
             )
         if "seed" in chosen.sweeper.sampler and chosen.sweeper.sampler.seed is None:
             more.append(

@@ -24,7 +24,8 @@ _held = contextlib.ExitStack()  # this process's GPU, until it ends
 
 @contextlib.contextmanager
 def among_others(launcher: str) -> Iterator[None]:
-    """Run a sweep's job as its launcher needs it; "basic" runs one job after the other and needs nothing."""
+    """Run a sweep's job as its launcher needs it; "basic" runs one job after the other and needs
+    nothing."""
     guard_output(lossy=True)
     is_worker = multiprocessing.current_process().name != "MainProcess"
     if launcher == "joblib" and is_worker:  # with n_jobs=1, the sweep itself runs the jobs
@@ -44,7 +45,8 @@ def among_others(launcher: str) -> Iterator[None]:
 
 @functools.cache
 def end_with_parent() -> int:
-    """Stop this worker, with its step saved, when its sweep ends in any way; returns the sweep's process id."""
+    """Stop this worker, with its step saved, when its sweep ends in any way; returns the sweep's
+    process id."""
     parent = os.getppid()
     os.setpgid(0, 0)  # a terminal's Ctrl-C is for the parent
 
@@ -74,7 +76,8 @@ def let_workers_save() -> None:
 def take_gpu() -> None:
     """Reserve one GPU for this process, before CUDA starts: one that the fewest other workers have.
 
-    Lock files in a folder of this user record which GPU each running worker uses, across all sweeps.
+    Lock files in a folder of this user record which GPU each running worker uses, across all
+    sweeps.
     """
     gpus = visible_gpus()
     if not gpus:
@@ -92,7 +95,8 @@ def take_gpu() -> None:
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them, without starting CUDA."""
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them, without
+    starting CUDA."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         import torch  # slow, and --help needs none of it

@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 
 def _split(value: Any) -> Any:
-    """Split "a,b" or "[a,b]" into its items. Brackets protect the commas of an item: "[a,b],[c]" is "a,b" and "c".
+    """Split "a,b" or "[a,b]" into its items. Brackets protect the commas of an item: "[a,b],[c]" is
+    "a,b" and "c".
 
     A path that exists is one item: the folders of a sweep's jobs have commas in their names.
     """
@@ -36,7 +37,8 @@ Items = Annotated[list[T], BeforeValidator(_split)]
 
 _NO_TEXTS = ("null", "true", "false", "nan", "inf")
 _AS_IT_IS = re.compile(r"[\w./-]+( [\w./-]+)+|(?=.*=)[\w.,/=+-]+( [\w.,/=+-]+)*", re.ASCII)
-"""Texts that our command lines read as they are: words, and names of a sweep's jobs, such as runs/sweep/a=1,b=2."""
+"""Texts that our command lines read as they are: words, and names of a sweep's jobs, such as
+runs/sweep/a=1,b=2."""
 
 
 def overrides(settings: Mapping[str, Any]) -> str:
@@ -55,7 +57,8 @@ def options_of(settings: Mapping[str, Any]) -> list[str]:
 
 
 def in_hydras_grammar(value: Any) -> str:
-    """Return a value as Hydra's grammar writes it; texts that it would read as something else are quoted."""
+    """Return a value as Hydra's grammar writes it; texts that it would read as something else are
+    quoted."""
     if isinstance(value, Mapping):
         return f"{{{','.join(f'{key}:{in_hydras_grammar(item)}' for key, item in value.items())}}}"
     if isinstance(value, list | tuple):

@@ -17,7 +17,8 @@ def code_digest(packages: Iterable[str] = ("common", "data", "model", "runtime",
 def git_commit(root: Path = _ROOT) -> str | None:
     """Return the commit of the code in `root`, with -dirty if files differ from it.
 
-    None without git, and where `root` is only a folder in another repository, such as an unpacked archive.
+    None without git, and where `root` is only a folder in another repository, such as an unpacked
+    archive.
     """
     top = _git(root, "rev-parse", "--show-toplevel")
     if top is None or not root.samefile(top):

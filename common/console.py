@@ -1,4 +1,5 @@
-"""Output for people: a rich console and progress bars on a terminal, plain lines everywhere else."""
+"""Output for people: a rich console and progress bars on a terminal, plain lines everywhere
+else."""
 
 import errno
 import functools
@@ -55,10 +56,12 @@ class _Output(io.FileIO):
 
 
 def guard_output(lossy: bool) -> None:
-    """Decide what this process does when its output fails: a lost terminal, a pipe nobody reads, a full disk.
+    """Decide what this process does when its output fails: a lost terminal, a pipe nobody reads, a
+    full disk.
 
-    Standard error loses what cannot be written. Standard output does, too, if it is `lossy`. Otherwise it ends the
-    process: quietly with SIGPIPE's status for a pipe, as Unix tools do, and with an error line for all else.
+    Standard error loses what cannot be written. Standard output does, too, if it is `lossy`.
+    Otherwise it ends the process: quietly with SIGPIPE's status for a pipe, as Unix tools do, and
+    with an error line for all else.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -95,7 +98,8 @@ def show(text: str) -> None:
 
 
 def _shown(text: str) -> str:
-    """On a terminal, control characters escaped (\\x1b): text must not control it. Elsewhere the text unchanged."""
+    """On a terminal, control characters escaped (\\x1b): text must not control it. Elsewhere the
+    text unchanged."""
     if not sys.stdout.isatty():
         return text
     return "".join(
@@ -127,8 +131,8 @@ def print_error(message: object) -> None:
 class Track:
     """Context manager that shows progress through `total` units and the time left.
 
-    It shows a live bar on a terminal and elsewhere a plain line every few seconds, and every minute after a while.
-    `total=None`: the end is unknown.
+    It shows a live bar on a terminal and elsewhere a plain line every few seconds, and every minute
+    after a while. `total=None`: the end is unknown.
     """
 
     lines_beside_bar = False

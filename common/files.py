@@ -1,6 +1,7 @@
 """Files that are complete or absent: atomic writes, checksums, strict JSON, locks.
 
-Input may come from an untrusted source: only regular files and JSON of bounded size and depth are accepted.
+Input may come from an untrusted source: only regular files and JSON of bounded size and depth are
+accepted.
 """
 
 import contextlib
@@ -28,7 +29,8 @@ _PAUSE = 0.1  # seconds between two tries to lock
 
 
 def open_file(path: Path) -> io.BufferedReader:
-    """Open a regular file to read bytes from it. A link, a pipe or a device in its place is refused at once.
+    """Open a regular file to read bytes from it. A link, a pipe or a device in its place is refused
+    at once.
 
     Raises:
         UserError: it is not a regular file. Its folders may be reached by links.
@@ -76,7 +78,8 @@ def sha256_file(path: Path) -> str:
 
 
 def name_of(settings: Iterable[str]) -> str:
-    """Return a file name for "key=value" settings that a shell and our command lines take without quotes.
+    """Return a file name for "key=value" settings that a shell and our command lines take without
+    quotes.
 
     A name that had to be shortened, or changed beyond "." for "/", ends in a hash of the settings.
     """
@@ -95,7 +98,8 @@ def sync_directory(path: Path) -> None:
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
-    """Replace `path` by `content` atomically: after a crash, the old or the new file exists, never a part."""
+    """Replace `path` by `content` atomically: after a crash, the old or the new file exists, never
+    a part."""
     data = content.encode() if isinstance(content, str) else content
     beside = path.with_name(path.name + ".tmp")
     beside.unlink(missing_ok=True)
@@ -113,7 +117,8 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 
 
 def write_or_warn(path: Path, content: bytes | str) -> bool:
-    """Write a file for people, and return whether that worked. If it did not, only warn: the run goes on."""
+    """Write a file for people, and return whether that worked. If it did not, only warn: the run
+    goes on."""
     try:
         path.parent.mkdir(exist_ok=True)
         write_atomic(path, content)
@@ -126,7 +131,8 @@ def write_or_warn(path: Path, content: bytes | str) -> bool:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as readable JSON, atomically. NaN and infinity are refused: they are not JSON."""
+    """Write `value` as readable JSON, atomically. NaN and infinity are refused: they are not
+    JSON."""
     write_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
@@ -155,7 +161,8 @@ def parse_json(content: bytes) -> Any:
     """Parse UTF-8 JSON.
 
     Raises:
-        ValueError: it is not JSON, or has a number that is not finite, half of a surrogate pair, or too many levels.
+        ValueError: it is not JSON, or has a number that is not finite, half of a surrogate pair, or
+            too many levels.
     """
     value = orjson.loads(content)
     level = [value] if isinstance(value, dict | list) else []
@@ -168,9 +175,11 @@ def parse_json(content: bytes) -> Any:
 
 
 def refuse_foreign(mark: bytes, first: Path, *others: Path) -> None:
-    """Raise UserError if one of the files that a command is about to write exists, and the command did not write it.
+    """Raise UserError if one of the files that a command is about to write exists, and the command
+    did not write it.
 
-    mark: in the first 4,096 bytes of the first file if the command wrote it. Then the others are the command's too.
+    mark: in the first 4,096 bytes of the first file if the command wrote it. Then the others are
+    the command's too.
     """
     ours = file_size(first) is not None and mark in first.read_bytes()[:4096]
     for path in (first, *others):
@@ -181,7 +190,8 @@ def refuse_foreign(mark: bytes, first: Path, *others: Path) -> None:
 
 
 def make_directory(path: Path, key: str) -> Path:
-    """Create a folder with its parents and check that it is writable. `key` names the setting in errors."""
+    """Create a folder with its parents and check that it is writable. `key` names the setting in
+    errors."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -195,11 +205,12 @@ def make_directory(path: Path, key: str) -> Path:
 
 @contextlib.contextmanager
 def owned(path: Path, taken: Callable[[], str | None]) -> Iterator[None]:
-    """Hold the lock on `path`: a folder, or an empty file, which is created if missing. The kernel releases it when
-    its holder dies in any way.
+    """Hold the lock on `path`: a folder, or an empty file, which is created if missing. The kernel
+    releases it when its holder dies in any way.
 
     Args:
-        taken: called while another process holds the lock; returns the message of an error, or None to wait on.
+        taken: called while another process holds the lock; returns the message of an error, or None
+            to wait on.
 
     Raises:
         UserError: another process holds it.
@@ -225,6 +236,7 @@ def _locked(handle: int, path: Path) -> bool:
         return False
     except OSError as error:  # a file system without locks
         warn(
-            f"{path} cannot be locked ({error.strerror}): make sure that no other process writes there"
+            f"{path} cannot be locked ({error.strerror}): make sure that no other process writes "
+            "there"
         )
     return True

@@ -7,7 +7,8 @@ from pathlib import Path
 
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process may still allocate: limited by the machine, its own limit and its control groups."""
+    """Bytes that this process may still allocate: limited by the machine, its own limit and its
+    control groups."""
     page, limit = os.sysconf("SC_PAGE_SIZE"), resource.getrlimit(resource.RLIMIT_AS)[0]
     rooms = []
     if limit != resource.RLIM_INFINITY:
@@ -46,7 +47,8 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def _group_room(group: Path) -> list[int]:
-    """Bytes that a control group may still allocate, counting its file cache as free; empty if it has no limit."""
+    """Bytes that a control group may still allocate, counting its file cache as free; empty if it
+    has no limit."""
     with contextlib.suppress(OSError, ValueError):  # "max" is not a number
         cache = dict(line.split() for line in _lines(group / "memory.stat")).get("inactive_file", 0)
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))

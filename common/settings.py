@@ -25,14 +25,16 @@ JsonDict = dict[str, Any]
 
 
 class UserError(ValueError):
-    """A mistake that the user can fix. Commands print one line: what was given, what is allowed, what to do."""
+    """A mistake that the user can fix. Commands print one line: what was given, what is allowed,
+    what to do."""
 
     def __init__(self, message: object) -> None:
         super().__init__(_presentable(str(message)))
 
 
 def line_for(error: BaseException) -> str | None:
-    """Return one line for an error that a user can mend: a mistake, a file, a lack of memory. None: a bug."""
+    """Return one line for an error that a user can mend: a mistake, a file, a lack of memory. None:
+    a bug."""
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     if out_of_memory(error):
@@ -40,7 +42,10 @@ def line_for(error: BaseException) -> str | None:
     if str(error).startswith("Symlink loop"):  # of Path.resolve, before Python 3.13
         return f"{error}: these links lead to no file or folder"
     if "no kernel image is available" in str(error):
-        return "this torch has no kernels for this GPU: scripts/doctor.py says what to install; or use the CPU"
+        return (
+            "this torch has no kernels for this GPU: scripts/doctor.py says what to install; or "
+            "use the CPU"
+        )
     return " ".join(str(error).split()) if isinstance(error, UserError | OSError) else None
 
 
@@ -62,7 +67,8 @@ def home_expanded(path: str) -> str:
     """
     if re.search(r"[\x00-\x1f\x7f]|^\w+:/(?!/)", path):  # a Path has one slash of the two in s3://
         raise ValueError(
-            "it has a control character, such as the end of a line, or names a server: give a plain path"
+            "it has a control character, such as the end of a line, or names a server: give a "
+            "plain path"
         )
     return os.path.expanduser(path)
 
@@ -72,11 +78,13 @@ PathText = Annotated[str, AfterValidator(home_expanded)]
 
 
 class Settings(BaseModel):
-    """Base of every configuration class: frozen, without unknown keys, each field with its docstring.
+    """Base of every configuration class: frozen, without unknown keys, each field with its
+    docstring.
 
-    The default values of a class with `defaults` are in that file of configs/, and nowhere else: "optim/adamw" is
-    configs/optim/adamw.yaml, and "train:eval" is the section eval of configs/train.yaml. A command reads the same file
-    for its --help, so it can answer without importing the class, which can take seconds.
+    The default values of a class with `defaults` are in that file of configs/, and nowhere else:
+    "optim/adamw" is configs/optim/adamw.yaml, and "train:eval" is the section eval of
+    configs/train.yaml. A command reads the same file for its --help, so it can answer without
+    importing the class, which can take seconds.
     """
 
     model_config = ConfigDict(
@@ -108,7 +116,8 @@ class Settings(BaseModel):
     @field_validator("*")
     @classmethod
     def _check(cls, value: Any) -> Any:
-        """Read paths as a shell does, also those in a list; refuse integers of more than 63 bits."""
+        """Read paths as a shell does, also those in a list; refuse integers of more than 63
+        bits."""
         if isinstance(value, int) and abs(value) >= 2**63:
             raise ValueError("give less than 9223372036854775808")
         if isinstance(value, list) and value and isinstance(value[0], Path):
@@ -142,7 +151,8 @@ def decode(cls: type[S], raw: Any) -> S:
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
-    """Suggest valid names: those that end or begin alike, such as runtime.dtype for dtype, or the closest one."""
+    """Suggest valid names: those that end or begin alike, such as runtime.dtype for dtype, or the
+    closest one."""
     names = sorted(allowed)
     end = re.compile(rf"(^|[._]){re.escape(given.rpartition('.')[2])}$")
     alike = [name for name in names if given and (end.search(name) or name.startswith(given))]
@@ -155,7 +165,8 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
 
 
 def differences(before: JsonDict, now: JsonDict) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ, by dotted key: {"model.n_layer": (12, 24)}. A missing value is None."""
+    """Return the settings that differ, by dotted key: {"model.n_layer": (12, 24)}. A missing value
+    is None."""
     old, new = flat(before), flat(now)
     different = {
         key: (old.get(key), new.get(key))

@@ -1,7 +1,8 @@
-"""The decoding step as CUDA graphs: a step of one token launches hundreds of small kernels, and a graph all at once.
+"""The decoding step as CUDA graphs: a step of one token launches hundreds of small kernels, and a
+graph all at once.
 
-A graph reads and writes fixed memory, so it fits models whose state has one size. Each graph is replayed once beside
-the step that it replaces, and is used only if all bits are equal.
+A graph reads and writes fixed memory, so it fits models whose state has one size. Each graph is
+replayed once beside the step that it replaces, and is used only if all bits are equal.
 """
 
 from collections.abc import Callable
@@ -18,8 +19,9 @@ from model.gpt import GPT, GPTState
 class DecodingStep:
     """`gpt(token_ids, state, return_state=True)` for one more token of up to `max_rows` texts.
 
-    A graph is recorded for 1, 2, 4, ... and `max_rows` rows when it is first needed, and fewer texts use its first
-    rows. The model's weights must stay where they are. Where graphs cannot be used, as on CPUs, the model is called.
+    A graph is recorded for 1, 2, 4, ... and `max_rows` rows when it is first needed, and fewer
+    texts use its first rows. The model's weights must stay where they are. Where graphs cannot be
+    used, as on CPUs, the model is called.
     """
 
     def __init__(self, gpt: GPT, max_rows: int) -> None:
@@ -42,7 +44,8 @@ class DecodingStep:
         return self._gpt(token_ids, state, return_state=True)
 
     def _record(self, rows: int, token_ids: Tensor, state: GPTState) -> "_Graph | None":
-        """Record a graph. If it differs from the step that it replaces, no graph is used from now on."""
+        """Record a graph. If it differs from the step that it replaces, no graph is used from now
+        on."""
         graph = _Graph(self._gpt, rows, token_ids, state)
         if graph.agrees(self._gpt, token_ids, state):
             self._graphs[rows] = graph
@@ -88,7 +91,8 @@ class _Graph:
 
 
 def record(step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """Record a step on the GPU. Return a function that replays it, and its result, which each replay overwrites."""
+    """Record a step on the GPU. Return a function that replays it, and its result, which each
+    replay overwrites."""
     device = (
         step().device
     )  # this run compiles kernels, which is not possible while a graph is recorded

@@ -1,4 +1,5 @@
-"""Linear layers and embeddings with their initial values, and layers whose activations are computed again."""
+"""Linear layers and embeddings with their initial values, and layers whose activations are computed
+again."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,7 +16,8 @@ Recompute = Literal["none", "block", "selective"]
 
 
 class Linear(nn.Linear):
-    """A linear layer that starts with weights from N(0, std^2) and biases of 0; std=None: with torch's values."""
+    """A linear layer that starts with weights from N(0, std^2) and biases of 0; std=None: with
+    torch's values."""
 
     def __init__(self, n_in: int, n_out: int, bias: bool = True, std: float | None = None) -> None:
         self.std = std
@@ -31,9 +33,11 @@ class Linear(nn.Linear):
 
 
 class FusedLinear(Linear):
-    """Several matrices in one weight: queries, keys and values, or the two halves of a gated linear unit.
+    """Several matrices in one weight: queries, keys and values, or the two halves of a gated linear
+    unit.
 
-    The weight's rows are `n_group` equal groups, each with `parts[i]` rows of matrix i, one matrix after the other.
+    The weight's rows are `n_group` equal groups, each with `parts[i]` rows of matrix i, one matrix
+    after the other.
     """
 
     def __init__(self, n_in: int, parts: Sequence[int], n_group: int = 1) -> None:
@@ -53,7 +57,8 @@ class FusedLinear(Linear):
 
 
 class Embedding(nn.Embedding):
-    """Embeddings that start uniform between -1 / sqrt(features) and 1 / sqrt(features), or with `std` normal."""
+    """Embeddings that start uniform between -1 / sqrt(features) and 1 / sqrt(features), or with
+    `std` normal."""
 
     def __init__(self, n: int, n_features: int, std: float | None = None) -> None:
         self.std = std
@@ -72,8 +77,8 @@ def recomputing(what: Recompute, function: Callable[..., Any]) -> Callable[..., 
     """Return a function with the same results, of which a backward pass computes activations again.
 
     Args:
-        what: "none": nothing; "block": everything but its arguments; "selective": the same, except products with
-            weights, which are kept.
+        what: "none": nothing; "block": everything but its arguments; "selective": the same, except
+            products with weights, which are kept.
     """
     if what == "none":
         return function
@@ -87,7 +92,8 @@ def recomputing(what: Recompute, function: Callable[..., Any]) -> Callable[..., 
 
 
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """(..., 2 D) -> glu(x) @ weight.T, (..., D_out), where glu(a, b) = a sigmoid(b) (Dauphin et al. 2017, eq. 1).
+    """(..., 2 D) -> glu(x) @ weight.T, (..., D_out), where glu(a, b) = a sigmoid(b) (Dauphin et al.
+    2017, eq. 1).
 
     Saves only x for the backward pass: the gated features are cheap to recompute.
 

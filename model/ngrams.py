@@ -1,4 +1,5 @@
-"""A memory of strings: a model sees what followed the last time, however long ago, without attention."""
+"""A memory of strings: a model sees what followed the last time, however long ago, without
+attention."""
 
 from collections.abc import Sequence
 
@@ -10,15 +11,17 @@ from model.layers import Linear, Recompute, recomputing
 from model.ops.ngrams import NGramState, ngram_followers, no_ngrams
 
 _SLOTS = 2**14
-"""For strings of each length: half of them are remembered for 11,000 tokens. A state has 8 bytes for each slot."""
+"""For strings of each length: half of them are remembered for 11,000 tokens. A state has 8 bytes
+for each slot."""
 
 
 class NGramMemory(nn.Module):
-    """x + W (a_n * e) + b_n, where e is the embedding of the token that followed the last n tokens the last time.
+    """x + W (a_n * e) + b_n, where e is the embedding of the token that followed the last n tokens
+    the last time.
 
-    n is the longest of `lengths` for which these tokens occurred before; if there is none, n and e are 0. This is an
-    n-gram head (Akyurek et al. 2024, "In-Context Language Learning") that reads tokens, and of all occurrences the
-    latest, so that its state has one size. W and b start at 0.
+    n is the longest of `lengths` for which these tokens occurred before; if there is none, n and e
+    are 0. This is an n-gram head (Akyurek et al. 2024, "In-Context Language Learning") that reads
+    tokens, and of all occurrences the latest, so that its state has one size. W and b start at 0.
     """
 
     def __init__(self, lengths: Sequence[int], n_embd: int) -> None:

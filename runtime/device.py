@@ -175,13 +175,15 @@ def why_gpu_is_unseen(dev: Path = Path("/dev")) -> str | None:
 def compiles(config: RuntimeConfig, runtime: Runtime) -> bool:
     """Whether blocks are compiled, if the configured form is right."""
     if config.compile == "auto":
-        # On a CPU, compiling takes longer than it saves. Processes that share sequences wait for each other in blocks.
+        # On a CPU, compiling takes longer than it saves. Processes that share sequences wait for
+        # each other in blocks.
         return runtime.device.type == "cuda" and config.context_parallel == 1
     return config.compile
 
 
 def compile_blocks(gpt: GPT, compiled: bool) -> None:
-    """Compile each block of a model by itself, so that identical ones share one compilation; or undo that."""
+    """Compile each block of a model by itself, so that identical ones share one compilation; or
+    undo that."""
     if compiled:
         from torch.compiler import config  # slow to import
 

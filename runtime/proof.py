@@ -1,7 +1,8 @@
 """The proof that a model computes the right numbers on this GPU, before it is used.
 
-A run computes the gradient of its own first micro-batch twice: as configured, with kernels and compiled code, and in
-plain torch: float32, without kernels, not compiled. If they differ, the run uses the fastest form in which they agree.
+A run computes the gradient of its own first micro-batch twice: as configured, with kernels and
+compiled code, and in plain torch: float32, without kernels, not compiled. If they differ, the run
+uses the fastest form in which they agree.
 """
 
 import hashlib
@@ -30,10 +31,11 @@ from runtime.device import Runtime, compile_blocks, triton_version
 from runtime.distributed import World
 
 ROUNDINGS = 16
-"""Roundings of a number that may add up in a gradient. In bfloat16 that is 0.125: right gradients differ by up to
-0.05, for 2 and for 12 layers, and wrong kernels differed by 0.28 and more."""
+"""Roundings of a number that may add up in a gradient. In bfloat16 that is 0.125: right gradients
+differ by up to 0.05, for 2 and for 12 layers, and wrong kernels differed by 0.28 and more."""
 SMALL = 1e-6
-"""Share of the whole gradient's norm below which a parameter's gradient is compared in absolute terms."""
+"""Share of the whole gradient's norm below which a parameter's gradient is compared in absolute
+terms."""
 _AT_ONCE = 2**13
 """Tokens that plain torch computes at once."""
 _TEXT = 1024
@@ -87,7 +89,8 @@ def bound_of(dtype: torch.dtype) -> float:
 def prove_gradients(
     gpt: GPT, token_ids: Tensor, targets: Tensor, runtime: Runtime, world: World, compiled: bool
 ) -> Form:
-    """Choose the fastest form of a model that computes the right gradient here, the same in all processes.
+    """Choose the fastest form of a model that computes the right gradient here, the same in all
+    processes.
 
     Args:
         token_ids: this process's first micro-batch, int64 (B, T).
@@ -117,7 +120,8 @@ def prove_gradients(
 def fastest_right(
     difference: Callable[[Form], Difference], compiled: bool, dtype: torch.dtype, world: World
 ) -> tuple[Form, Difference]:
-    """Return the fastest form that is right in all processes, and its largest difference. Warn of what is wrong.
+    """Return the fastest form that is right in all processes, and its largest difference. Warn of
+    what is wrong.
 
     Args:
         difference: of a form from plain torch, in this process.
@@ -180,7 +184,8 @@ def use(gpt: GPT, form: Form) -> None:
 def gradients(gpt: GPT, token_ids: Tensor, targets: Tensor, runtime: Runtime) -> Gradients:
     """Return the mean loss and its gradient, as a training step computes them.
 
-    The matrices of a fused weight have a gradient each: that of k would be lost beside those of q and v.
+    The matrices of a fused weight have a gradient each: that of k would be lost beside those of q
+    and v.
     """
     with runtime.autocast():
         loss = gpt.summed_loss(token_ids, targets) / targets.numel()
@@ -200,8 +205,9 @@ def plain_gradients(
 ) -> tuple[Gradients, dict[str, Tensor]]:
     """Return the loss and gradients in float32, a few sequences at a time, and the scale of each.
 
-    The scale is the root of the sum of squares of the norms of all parts. It is the norm of the sum if parts are
-    independent, and does not vanish where they cancel, as their rounding errors do not either.
+    The scale is the root of the sum of squares of the norms of all parts. It is the norm of the sum
+    if parts are independent, and does not vanish where they cancel, as their rounding errors do not
+    either.
     """
     rows = max(1, min(_AT_ONCE // token_ids.shape[1], len(token_ids) // 8))
     recompute, gpt.recompute = gpt.recompute, "block"
@@ -238,7 +244,8 @@ def compare(found: Gradients, expected: Gradients, scales: dict[str, Tensor]) ->
 
 
 def prove_logits(gpt: GPT, runtime: Runtime, autocast: bool) -> None:
-    """Use kernels with which a model's logits are right on this GPU: those that were proved for it, if any were.
+    """Use kernels with which a model's logits are right on this GPU: those that were proved for it,
+    if any were.
 
     Otherwise the logits of a text of random tokens are compared with plain torch.
 
@@ -271,7 +278,8 @@ def prove_logits(gpt: GPT, runtime: Runtime, autocast: bool) -> None:
 
 @contextmanager
 def _without_zeros(gpt: GPT) -> Iterator[None]:
-    """Give parameters that are 0 random values, so that errors in what they are multiplied with show."""
+    """Give parameters that are 0 random values, so that errors in what they are multiplied with
+    show."""
     zeros = [p for p in gpt.parameters() if not p.any()]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

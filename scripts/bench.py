@@ -1,4 +1,5 @@
-"""Time operators, training, decoding and preparation: python scripts/bench.py what=train models=flagship_10m."""
+"""Time operators, training, decoding and preparation: python scripts/bench.py what=train
+models=flagship_10m."""
 
 from cli import command
 

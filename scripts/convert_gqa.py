@@ -1,4 +1,5 @@
-"""Share keys and values: python scripts/convert_gqa.py checkpoint=runs/demo run_dir=runs/shared n_kv_head=1."""
+"""Share keys and values: python scripts/convert_gqa.py checkpoint=runs/demo run_dir=runs/shared
+n_kv_head=1."""
 
 from cli import command
 

@@ -1,4 +1,5 @@
-"""Known benchmarks: python scripts/lm_eval.py checkpoint=runs/demo tasks=lambada_openai,hellaswag."""
+"""Known benchmarks: python scripts/lm_eval.py checkpoint=runs/demo
+tasks=lambada_openai,hellaswag."""
 
 import sys
 from pathlib import Path

@@ -1,1 +1,2 @@
-"""Benchmarks, comparisons, plans, reports and conversions: each imports what it measures, and nothing imports them."""
+"""Benchmarks, comparisons, plans, reports and conversions: each imports what it measures, and
+nothing imports them."""

@@ -1,4 +1,5 @@
-"""Examines this machine: versions, checks, rates and a training step; prints them, and what to do."""
+"""Examines this machine: versions, checks, rates and a training step; prints them, and what to
+do."""
 
 import getpass
 import json
@@ -129,7 +130,8 @@ def without_names(text: str) -> str:
 
 
 def prove_models() -> dict[str, str]:
-    """Prove the first gradient of several models, each in a process of its own, as a kernel may crash it.
+    """Prove the first gradient of several models, each in a process of its own, as a kernel may
+    crash it.
 
     Returns what came of it, by model.
     """
@@ -149,7 +151,8 @@ def prove_models() -> dict[str, str]:
 
 
 def prove_model(words: list[str]) -> str:
-    """Prove the gradient of a model's first two blocks on random tokens; say whether it is right."""
+    """Prove the gradient of a model's first two blocks on random tokens; say whether it is
+    right."""
     config = decode(TrainConfig, composed([*FLAGSHIP, *words]))
     runtime = open_runtime(config.runtime)
     n_vocab = config.model.n_vocab
@@ -183,7 +186,10 @@ def step(runtime: Runtime, n_device: int) -> Row:
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        needed = f"a training step of flagship_125m needs {gigabytes(memory['peak'])} of memory, and {room} are free"
+        needed = (
+            f"a training step of flagship_125m needs {gigabytes(memory['peak'])} of memory, and "
+            f"{room} are free"
+        )
         raise UserError(f"{needed}: use a machine with more, or a smaller model") from None
     times = plan(config.model_copy(update={"tokens_per_second": rate}))["time"]
     return {
@@ -240,12 +246,18 @@ def findings(
     elif any(dev.glob("nvidia[0-9]*")):
         yield "CUDA_VISIBLE_DEVICES hides the GPU: unset it to train there"
     elif _on_bus(bus):
-        yield "there is an NVIDIA GPU, but no /dev/nvidia0: install its driver, or give this container the GPU"
+        yield (
+            "there is an NVIDIA GPU, but no /dev/nvidia0: install its driver, or give this "
+            "container the GPU"
+        )
     if free < _LEAST_DISK:
         yield f"only {free / 1e9:.1f} GB are free here: give train.py a run_dir on a larger disk"
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > cores:
-        yield f"other work is running (load {load:.1f} on {cores} cores), so all rates are too low: measure them again"
+        yield (
+            f"other work is running (load {load:.1f} on {cores} cores), so all rates are too "
+            "low: measure them again"
+        )
     cache = cache_folder().absolute()
     if not os.access(
         next(folder for folder in (cache, *cache.parents) if folder.is_dir()), os.W_OK
@@ -257,11 +269,17 @@ def _of_gpu() -> Iterator[str]:
     gpu = torch.cuda.get_device_properties(0)
     built = torch.cuda.get_arch_list()
     if not any(name.startswith(f"sm_{gpu.major}") for name in built):
-        yield f"torch {torch.__version__} has no kernels for {gpu.name} ({', '.join(built)}): install a build with them"
+        yield (
+            f"torch {torch.__version__} has no kernels for {gpu.name} ({', '.join(built)}): "
+            "install a build with them"
+        )
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         yield f"{gpu.name} emulates bfloat16, which is slow: runtime.dtype=auto takes float32 here"
     if triton_version() is None:
-        yield "triton is not installed, so kernels and torch.compile are not used: install the extra triton"
+        yield (
+            "triton is not installed, so kernels and torch.compile are not used: install the "
+            "extra triton"
+        )
 
 
 def _on_bus(bus: Path) -> bool:

@@ -1,4 +1,5 @@
-"""What scripts/inspect_dataset.py shows: the sets of a dataset, its text, and what a training step read."""
+"""What scripts/inspect_dataset.py shows: the sets of a dataset, its text, and what a training step
+read."""
 
 from pathlib import Path
 from random import randrange
@@ -27,7 +28,8 @@ def inspect(
     """Show what the options of scripts/inspect_dataset.py ask for.
 
     Raises:
-        UserError: there is no such dataset, run or token, or the run was trained on another dataset.
+        UserError: there is no such dataset, run or token, or the run was trained on another
+            dataset.
     """
     state = None if run_dir is None else open_checkpoint(run_dir, files=["state.json"]).state
     dataset_dir = state.own_dataset() if dataset_dir is None and state else dataset_dir
@@ -44,7 +46,8 @@ def inspect(
         batches = _batches(run_dir, dataset_dir, manifest, state)
         if step > state.step:
             say(
-                f"the run's last checkpoint is of step {state.step}: this is what step {step} would read"
+                f"the run's last checkpoint is of step {state.step}: this is what step {step} "
+                "would read"
             )
         return _show(
             dataset_dir,
@@ -85,7 +88,8 @@ def _show(
     length: int,
     n_tokens: int,
 ) -> None:
-    """Show the documents behind windows of `length` tokens of a split, and the first `n_tokens` of each as text."""
+    """Show the documents behind windows of `length` tokens of a split, and the first `n_tokens` of
+    each as text."""
     shown = min(length, n_tokens)
     texts = [window_text(dataset_dir, manifest, split, start, shown) for start in starts]
     show_table(
@@ -94,6 +98,7 @@ def _show(
     for row, text in enumerate(texts):
         if len(texts) > 1:
             say(
-                f"--- row {row}, {'all' if shown == length else f'the first {shown}'} of {length} tokens:"
+                f"--- row {row}, {'all' if shown == length else f'the first {shown}'} of "
+                f"{length} tokens:"
             )
         say(text)

@@ -28,7 +28,8 @@ class PlanConfig(TrainConfig, defaults="plan"):
     dataset_dir: Path | None  # type: ignore[assignment]
     """Optional: to include the size of the dataset."""
     device: str
-    """auto: this machine's GPU or CPU, as runtime.device says; or cpu, or the name of a GPU in runtime/gpus.py."""
+    """auto: this machine's GPU or CPU, as runtime.device says; or cpu, or the name of a GPU in
+    runtime/gpus.py."""
     n_device: int = Field(ge=1, le=2**20)
     """Number of devices that train together."""
     mfu: float | None = Field(gt=0, le=1)
@@ -141,7 +142,8 @@ def find_target(config: PlanConfig) -> Target:
     known = here if device == "auto" else device_by_name(device)
     if config.measure and device not in ("auto", "cpu") and (known is None or known != here):
         raise UserError(
-            f"measure=true measures this machine, which has no {device}: leave out measure or device"
+            f"measure=true measures this machine, which has no {device}: leave out measure or "
+            "device"
         )
     dtype, where = config.runtime.dtype, torch.device("cpu" if device == "cpu" else "cuda")
     if dtype == "auto":
@@ -282,7 +284,8 @@ def as_text(key: str, value: float | None) -> str:
 
 
 def hints(config: PlanConfig, found: JsonDict) -> Iterator[str]:
-    """Yield lines that say what to change in the command, to learn more or because something does not fit."""
+    """Yield lines that say what to change in the command, to learn more or because something does
+    not fit."""
     names, name = [device.name for device in DEVICES], found["device"]["name"]
     if found["device"]["source"] == _UNKNOWN:
         meant = nearest(name.lower(), names)
@@ -290,14 +293,20 @@ def hints(config: PlanConfig, found: JsonDict) -> Iterator[str]:
         yield f"device={name} is not in the table of devices: {what}"
     chosen, largest = found["step"]["micro_batch"], found["memory"]["largest_micro_batch"]
     if largest == 0:
-        yield "not even one sequence fits: use a smaller model or seq_len, or runtime.strategy=fsdp on several devices"
+        yield (
+            "not even one sequence fits: use a smaller model or seq_len, or "
+            "runtime.strategy=fsdp on several devices"
+        )
     elif largest is not None and chosen > largest:
         yield f"runtime.micro_batch={chosen} does not fit: use {largest}"
     if found["time"]["seconds"] is None:
         here = (
             ", or measure=true to run a few steps here" if config.device in ("auto", "cpu") else ""
         )
-        yield f"for the time, give mfu=... (for a known device) or tokens_per_second=... (per device){here}"
+        yield (
+            "for the time, give mfu=... (for a known device) or tokens_per_second=... (per "
+            f"device){here}"
+        )
 
 
 def gigabytes(n_bytes: float | None) -> str:

@@ -1,6 +1,8 @@
-"""Compares runs: one HTML page with their curves, their results and the settings in which they differ.
+"""Compares runs: one HTML page with their curves, their results and the settings in which they
+differ.
 
-No file of a run is trusted. The page shows names and settings as text, runs no script and loads nothing.
+No file of a run is trusted. The page shows names and settings as text, runs no script and loads
+nothing.
 """
 
 import base64
@@ -64,7 +66,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Row:
-    """Runs that differ only in the seed, and their lowest validation losses in the report's unit."""
+    """Runs that differ only in the seed, and their lowest validation losses in the report's
+    unit."""
 
     runs: list[Run]
     losses: list[float]
@@ -153,7 +156,8 @@ def _runs_in(path: Path) -> Iterator[Path]:
 
 
 def _failure(folder: Path) -> str:
-    """Return the last line of error.txt; "" if a run continued since, or it is no job's of a sweep."""
+    """Return the last line of error.txt; "" if a run continued since, or it is no job's of a
+    sweep."""
     error, log = folder / "error.txt", folder / "metrics.jsonl"
     try:
         if "=" not in folder.name or (log.exists() and log.stat().st_mtime > error.stat().st_mtime):

@@ -9,10 +9,12 @@ from model.ops.custom import as_autocast
 
 @torch.no_grad()
 def init_conv(weight: Tensor, n_features: int) -> None:
-    """Fill weights (W * n_features,) with the identity plus torch's initial Conv1d: uniform, up to 1 / sqrt(W).
+    """Fill weights (W * n_features,) with the identity plus torch's initial Conv1d: uniform, up to
+    1 / sqrt(W).
 
-    Weights of the identity alone would have to grow before the model sees the order of tokens, which costs 0.03 nats
-    (docs/research.md). They are one vector because vectors have no weight decay.
+    Weights of the identity alone would have to grow before the model sees the order of tokens,
+    which costs 0.03 nats (docs/research.md). They are one vector because vectors have no weight
+    decay.
     """
     rows = weight.view(-1, n_features)
     rows.uniform_(-(len(rows) ** -0.5), len(rows) ** -0.5)
@@ -26,9 +28,11 @@ def causal_conv(
 
     Args:
         x: (B, T, D).
-        weight: (W * D,), W rows of D: the last row applies to the token itself. None: y is x, and no inputs are kept.
+        weight: (W * D,), W rows of D: the last row applies to the token itself. None: y is x, and
+            no inputs are kept.
         seen: (B, W - 1, D), the inputs before x; None is zeros.
-        starts: (B, T), bool: these tokens and later ones read zeros in place of the inputs before them.
+        starts: (B, T), bool: these tokens and later ones read zeros in place of the inputs before
+            them.
 
     Returns:
         y (B, T, D), and the last W - 1 inputs, with zeros for those of earlier documents.
@@ -47,7 +51,8 @@ def causal_conv(
         after = after.masked_fill(document[:, T:] != document[:, -1:], 0)
     y = padded[:, W - 1 :] * weight[W - 1]
     # Rows one by one, not by unbind, whose gradient is a stack of sums over tokens: torch 2.10 to
-    # 2.13 compiles that wrongly for GPUs, to memory that nothing has written (PyTorch issue 193061).
+    # 2.13 compiles that wrongly for GPUs, to memory that nothing has written (PyTorch issue
+    # 193061).
     for i in range(W - 1):
         earlier = padded[:, i : i + T]
         if document is None:

@@ -1,7 +1,7 @@
 """The choice of an operator's form: which implementation runs.
 
-On GPUs "auto" means an operator's kernels, unless they are left out. A run leaves out those that its proof finds wrong
-(runtime/proof.py), or all of them with runtime.kernels=false.
+On GPUs "auto" means an operator's kernels, unless they are left out. A run leaves out those that
+its proof finds wrong (runtime/proof.py), or all of them with runtime.kernels=false.
 """
 
 import contextlib
@@ -34,7 +34,8 @@ used: set[str] = set()
 WhyNot = Callable[..., str | None]
 """Returns why a device cannot run the kernels, or None if it can.
 
-It takes the type and the index of the device, and the type and the last dimension of the operator's first input.
+It takes the type and the index of the device, and the type and the last dimension of the operator's
+first input.
 """
 
 
@@ -91,7 +92,8 @@ def choose_form(
 
     Args:
         operator: one of OPERATORS.
-        forms: all that exist. The last one has kernels for GPUs, and the one before it takes anything.
+        forms: all that exist. The last one has kernels for GPUs, and the one before it takes
+            anything.
         x: the operator's first input.
         why_not: for the kernels.
 

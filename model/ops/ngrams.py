@@ -1,7 +1,8 @@
-"""What followed the last time: for each token, the one after the latest earlier occurrence of the last n tokens.
+"""What followed the last time: for each token, the one after the latest earlier occurrence of the
+last n tokens.
 
-Strings are found by their hashes in a table, whose size does not depend on the length of the text. So this recalls
-exactly what a state of constant size mixes: it is an induction head of fixed form.
+Strings are found by their hashes in a table, whose size does not depend on the length of the text.
+So this recalls exactly what a state of constant size mixes: it is an induction head of fixed form.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ _PRIME = 2**31 - 1
 _BASES = (1_103_515_245, 1_664_525_023)
 """Of two polynomials: one gives a string's slot, and the other tells strings of one slot apart."""
 _ID_BITS = 24
-"""Bits of a token id in an entry. GPTConfig has at most 2^24 ids and strings of 64, whose sums are less than 2^62."""
+"""Bits of a token id in an entry. GPTConfig has at most 2^24 ids and strings of 64, whose sums are
+less than 2^62."""
 _NONE = -1
 
 
@@ -23,10 +25,11 @@ class NGramState(NamedTuple):
     """What later tokens need. Both tensors are int64."""
 
     recent: Tensor
-    """The last tokens of the document, as many as the longest string; -1 where it has fewer. (B, max(lengths))"""
+    """The last tokens of the document, as many as the longest string; -1 where it has fewer. (B,
+    max(lengths))"""
     table: Tensor
-    """Hash of the last string in each slot, and the token after it; -1: none. One more slot is for strings that would
-    begin before their document, and stays empty. (B, lengths, n_slots + 1)"""
+    """Hash of the last string in each slot, and the token after it; -1: none. One more slot is for
+    strings that would begin before their document, and stays empty. (B, lengths, n_slots + 1)"""
 
 
 def no_ngrams(B: int, lengths: Sequence[int], n_slots: int, device: torch.device) -> NGramState:
@@ -38,10 +41,12 @@ def no_ngrams(B: int, lengths: Sequence[int], n_slots: int, device: torch.device
 def ngram_followers(
     token_ids: Tensor, lengths: Sequence[int], state: NGramState, starts: Tensor | None = None
 ) -> tuple[Tensor, NGramState]:
-    """For each n in `lengths`: the token after the latest earlier occurrence of the n tokens that end here.
+    """For each n in `lengths`: the token after the latest earlier occurrence of the n tokens that
+    end here.
 
-    A string is forgotten when another is written to its slot. Two strings share a slot with a probability of
-    1 / n_slots, always or never, and are taken for the same with a probability of 2^-31.
+    A string is forgotten when another is written to its slot. Two strings share a slot with a
+    probability of 1 / n_slots, always or never, and are taken for the same with a probability of
+    2^-31.
 
     Args:
         token_ids: (B, T), from 0 to 2^24 - 1.
@@ -64,8 +69,8 @@ def ngram_followers(
         1
     )  # a string, and what follows it
 
-    # A string finds what the string before it in its slot left there, or else what is in the table. Each document has
-    # slots of its own in this order, and the table is that of the first.
+    # A string finds what the string before it in its slot left there, or else what is in the table.
+    # Each document has slots of its own in this order, and the table is that of the first.
     own_slots = slots + document * (spare + 1)
     order = own_slots.argsort(dim=2, stable=True)
     in_order, back = own_slots.gather(2, order), order.argsort(dim=2)
@@ -95,9 +100,11 @@ def followers_in(table: Tensor) -> Tensor:
 def _hashes(
     ids: Tensor, number: Tensor, lengths: Sequence[int], spare: int
 ) -> tuple[Tensor, Tensor]:
-    """The slot of the string of each length that ends at each token, and its hash: (B, lengths, T - max(lengths) + 1).
+    """The slot of the string of each length that ends at each token, and its hash: (B, lengths, T -
+    max(lengths) + 1).
 
-    Strings that would begin before their document have the slot `spare`. `number` is that of each token's document.
+    Strings that would begin before their document have the slot `spare`. `number` is that of each
+    token's document.
     """
     most, end = max(lengths), ids.shape[1]
     t = torch.arange(end, device=ids.device)

@@ -16,9 +16,11 @@ RIGHT_FOR_HOPPER = (12, 9)  # the first release of ptxas that assembles our kern
 
 @contextlib.contextmanager
 def launching(x: Tensor) -> Iterator[None]:
-    """Launch kernels on the GPU of x. A kernel compiles at its first launch, and reads its settings then.
+    """Launch kernels on the GPU of x. A kernel compiles at its first launch, and reads its settings
+    then.
 
-    They are environment variables, which are put back: other kernels, such as those of torch.compile, keep theirs.
+    They are environment variables, which are put back: other kernels, such as those of
+    torch.compile, keep theirs.
     """
     with torch.cuda.device_of(x):
         settings = {} if triton.knobs.runtime.interpret else _settings(_capability())
@@ -53,7 +55,8 @@ def _settings(capability: int) -> dict[str, str]:
 
 
 def _driver_loads(version: str) -> bool:
-    """Whether the driver loads machine code of this version of CUDA. It does if torch's CUDA is as new a major one."""
+    """Whether the driver loads machine code of this version of CUDA. It does if torch's CUDA is as
+    new a major one."""
     return torch.version.cuda is None or _release(torch.version.cuda)[0] >= _release(version)[0]
 
 

@@ -1,4 +1,4 @@
-"""runtime.micro_batch=auto finds the largest size that fits. Trials run on the CPU, whose memory is said to be a GPU's."""
+"""runtime.micro_batch=auto finds the largest size that fits. Trials run on a CPU, whose memory is called a GPU's."""
 
 import math
 import weakref

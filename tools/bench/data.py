@@ -28,7 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def measure(options: Any) -> dict[str, list[Row]]:
-    """Encode all documents in one thread, and prepare and verify a dataset as a user would, in each round."""
+    """Encode all documents in one thread, and prepare and verify a dataset as a user would, in each
+    round."""
     with tempfile.TemporaryDirectory(dir=".") as folder:
         dataset_dir = Path(folder, "dataset")
         words = [
@@ -57,7 +58,8 @@ def measure(options: Any) -> dict[str, list[Row]]:
 
 
 def encode_alone(config: PrepareConfig) -> tuple[float, int]:
-    """Return the seconds that the tokenizer's library takes for all documents, and their UTF-8 bytes."""
+    """Return the seconds that the tokenizer's library takes for all documents, and their UTF-8
+    bytes."""
     tokenizer = build_tokenizer(config.tokenizer)
     encode: Callable[[str], object] = tokenizer.encode
     if isinstance(
@@ -73,7 +75,8 @@ def encode_alone(config: PrepareConfig) -> tuple[float, int]:
             text = config.data.parse(raw).content
             if not isinstance(text, str):
                 raise UserError(
-                    f"data={config.data.name} has ids, and this times tokenizers: give a source of texts"
+                    f"data={config.data.name} has ids, and this times tokenizers: give a source "
+                    "of texts"
                 )
             started = time.perf_counter()
             encode(text)

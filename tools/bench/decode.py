@@ -1,4 +1,5 @@
-"""Decoding: tokens per second at several positions of a text, and bytes of the state that it takes."""
+"""Decoding: tokens per second at several positions of a text, and bytes of the state that it
+takes."""
 
 import statistics
 from collections.abc import Callable

@@ -37,7 +37,8 @@ failures: dict[str, str] = {}
 
 
 def attempt(name: str, run: Callable[[], R]) -> R | None:
-    """Return the result of `run`; if it fails, say why in one line and return None, so that the others go on."""
+    """Return the result of `run`; if it fails, say why in one line and return None, so that the
+    others go on."""
     try:
         return run()
     except Exception as error:
@@ -71,7 +72,8 @@ def _plainly(function: Callable[..., R], *arguments: Any) -> R:
 
 
 def in_turn(runs: Mapping[K, Callable[[], R]], rounds: int, warm_up: int = 0) -> dict[K, list[R]]:
-    """Call every run once per round, in random order, so that other load on the machine slows all of them alike.
+    """Call every run once per round, in random order, so that other load on the machine slows all
+    of them alike.
 
     Returns what each run returned in each round, without the first `warm_up` rounds.
     """
@@ -94,7 +96,8 @@ def timed(run: Callable[[], object]) -> Callable[[], float]:
 
 
 def profiled(run: Callable[[], object], calls: int = 3) -> list[Row]:
-    """Return the kernels of one call by the time that they take, then the waits of the CPU for a GPU."""
+    """Return the kernels of one call by the time that they take, then the waits of the CPU for a
+    GPU."""
     run()  # compiles, and allocates memory
     on_gpu = torch.cuda.is_initialized()
     with profile(
@@ -106,7 +109,8 @@ def profiled(run: Callable[[], object], calls: int = 3) -> list[Row]:
             torch.cuda.synchronize()
     events = profiler.key_averages()
     # A GPU may hide its counters.
-    key = f"self_{'device' if any(event.self_device_time_total for event in events) else 'cpu'}_time_total"
+    on_device = any(event.self_device_time_total for event in events)
+    key = f"self_{'device' if on_device else 'cpu'}_time_total"
     total = sum(getattr(event, key) for event in events)
     events = sorted(events, key=lambda event: -getattr(event, key))
     shown = [
@@ -146,7 +150,8 @@ def machine() -> Row:
 
 
 def print_table(title: str, rows: Sequence[Row]) -> None:
-    """Print rows as a table, a column for each key; the first is left-aligned, and what a row lacks is empty."""
+    """Print rows as a table, a column for each key; the first is left-aligned, and what a row lacks
+    is empty."""
     table = Table(title=title)
     keys = list(dict.fromkeys(key for row in rows for key in row))
     for key in keys:

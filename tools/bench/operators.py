@@ -1,4 +1,5 @@
-"""Times attention, forward and backward, also by launch parameters. Models call the same functions."""
+"""Times attention, forward and backward, also by launch parameters. Models call the same
+functions."""
 
 import itertools
 import statistics
@@ -19,7 +20,8 @@ from model.ops.sparse_attention.attend import sparse_attention
 from model.ops.sparse_attention.patterns import fixed, longformer, strided, window
 from tools.bench.harness import Row, attempt, in_turn, profiled
 
-LATENT_BYTES = 2e9  # the published formula keeps several times its T x d_k x d_v latents: with more it is skipped
+# The published formula keeps several times its T x d_k x d_v latents: with more it is skipped.
+LATENT_BYTES = 2e9
 PATTERNS = {
     "window 256": [window(256)],
     "longformer 256 + 16": [longformer(256, 16)],
@@ -92,9 +94,11 @@ def outputs(operator: Operator, leaves: Sequence[Tensor], weights: Tensor) -> li
 def times_of(
     operators: dict[str, Operator], leaves: Sequence[Tensor], weights: Tensor, options: Any
 ) -> dict[str, Row]:
-    """Median milliseconds of each operator: forward without gradients, and forward plus backward, with ratios.
+    """Median milliseconds of each operator: forward without gradients, and forward plus backward,
+    with ratios.
 
-    Each turn starts with an untimed pass, so caches and allocations of other operators do not affect the timing.
+    Each turn starts with an untimed pass, so caches and allocations of other operators do not
+    affect the timing.
     """
     turns = {}
     for name, run in operators.items():
@@ -118,7 +122,8 @@ def times_of(
 
 
 def measure_tuning(options: Any) -> dict[str, list[Row]]:
-    """Time log attention with float32 gates, first as it is used, then for all combinations of parameters."""
+    """Time log attention with float32 gates, first as it is used, then for all combinations of
+    parameters."""
     if reason := why_not_triton(options.device, None):
         raise UserError(f"what=tuning: backend='triton' {reason}")
     from model.ops.log_attention import (

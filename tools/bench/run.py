@@ -1,4 +1,5 @@
-"""scripts/bench.py: measures what it is asked for, prints a table of each, and writes all figures to one file."""
+"""scripts/bench.py: measures what it is asked for, prints a table of each, and writes all figures
+to one file."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -85,5 +86,6 @@ def bench(options: BenchConfig) -> None:
             say(f"written to {options.out}")
     if failures:
         raise UserError(
-            f"{count(len(failures), 'contender')} failed: {', '.join(failures)}; lines above say why"
+            f"{count(len(failures), 'contender')} failed: {', '.join(failures)}; lines above say "
+            "why"
         )

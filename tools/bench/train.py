@@ -26,7 +26,8 @@ _SECONDS, _FEWEST, _MOST = 5.0, 3, 100  # of passes in which a rate is measured
 
 
 def measure(options: Any) -> dict[str, list[Row]]:
-    """Measure the models in turn, and nanoGPT first if its folder is given; each measurement in its own process.
+    """Measure the models in turn, and nanoGPT first if its folder is given; each measurement in its
+    own process.
 
     Raises:
         UserError: that folder has no model.py.
@@ -86,7 +87,8 @@ def measure(options: Any) -> dict[str, list[Row]]:
 def seconds_and_peak(
     config: TrainConfig, nanogpt: Path | None, steps: int, profile: bool
 ) -> tuple[list[float], float, float | None, list[Row]]:
-    """Seconds of each timed step, peak memory of this process in GB, MFU at a token a second, and a profile.
+    """Seconds of each timed step, peak memory of this process in GB, MFU at a token a second, and a
+    profile.
 
     On a CPU 0.5 GB of the memory are Python and torch.
     """
@@ -111,7 +113,8 @@ def _group(name: str) -> str:
 
 
 def config_of(overrides: list[str], seq_len: int, batch: int) -> TrainConfig:
-    """The configuration of train.py with these options, for steps of `batch` sequences of any length."""
+    """The configuration of train.py with these options, for steps of `batch` sequences of any
+    length."""
     raw = composed(overrides)
     position = raw["model"]["position"]
     if position["name"] == "learned":
@@ -174,8 +177,8 @@ class Training:
 def measure_rate(config: TrainConfig, micro_batch: int, sequences: int) -> float:
     """Measure one device's tokens per second, for steps of `sequences` sequences.
 
-    Runs on random tokens: reading, evaluating and saving are left out. Takes the medians of a few steps of one
-    micro-batch and of a few passes over one more.
+    Runs on random tokens: reading, evaluating and saving are left out. Takes the medians of a few
+    steps of one micro-batch and of a few passes over one more.
     """
     training = Training(config, micro_batch)
     step, one_more = timed(training.step), timed(training.one_more)
@@ -191,7 +194,8 @@ def measure_rate(config: TrainConfig, micro_batch: int, sequences: int) -> float
 
 
 class NanoGPT(nn.Module):
-    """nanoGPT's model, from the model.py of a clone, in a configuration's sizes, with the interface of SummedLoss."""
+    """nanoGPT's model, from the model.py of a clone, in a configuration's sizes, with the interface
+    of SummedLoss."""
 
     def __init__(self, folder: Path, config: TrainConfig) -> None:
         super().__init__()

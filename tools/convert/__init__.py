@@ -1,1 +1,2 @@
-"""Converts checkpoints: to other checkpoints, and to and from the folders of Hugging Face's transformers."""
+"""Converts checkpoints: to other checkpoints, and to and from the folders of Hugging Face's
+transformers."""

@@ -1,7 +1,7 @@
 """From a checkpoint to a folder for Hugging Face's transformers.
 
-A model of GPT-2's architecture becomes a plain GPT2LMHeadModel. Any other model includes its code: copies of our
-modules, which transformers runs with trust_remote_code=True. Neither needs log-gpt.
+A model of GPT-2's architecture becomes a plain GPT2LMHeadModel. Any other model includes its code:
+copies of our modules, which transformers runs with trust_remote_code=True. Neither needs log-gpt.
 """
 
 import os
@@ -58,12 +58,14 @@ def export(checkpoint: Path, out_dir: Path, average: bool = True) -> None:
         finally:
             shutil.rmtree(beside, ignore_errors=True)
     say(
-        f"written to {out_dir}: {'a GPT2LMHeadModel' if plain else 'a model with its own code'} (see README.md there)"
+        f"written to {out_dir}: {'a GPT2LMHeadModel' if plain else 'a model with its own code'} "
+        "(see README.md there)"
     )
 
 
 def _write_model(gpt: GPT, tokenizer: Tokenizer, folder: Path) -> bool:
-    """Write weights, configuration and, unless transformers has this model, code; return whether it has it."""
+    """Write weights, configuration and, unless transformers has this model, code; return whether it
+    has it."""
     config, tensors = _without_padding(gpt, tokenizer.n_vocab)
     plain = is_gpt2(config) and gpt.eot_id is None  # GPT-2's documents see each other
     if plain:
@@ -94,7 +96,8 @@ def _write_model(gpt: GPT, tokenizer: Tokenizer, folder: Path) -> bool:
 
 
 def _without_padding(gpt: GPT, n_vocab: int) -> tuple[GPTConfig, dict[str, Tensor]]:
-    """Return the model without the padding rows of its embedding: other programs would sample them."""
+    """Return the model without the padding rows of its embedding: other programs would sample
+    them."""
     config = decode(GPTConfig, gpt.config.model_dump() | {"n_vocab": n_vocab, "pad_vocab": 1})
     tensors = gpt.state_dict()
     by_token = {
@@ -106,7 +109,8 @@ def _without_padding(gpt: GPT, n_vocab: int) -> tuple[GPTConfig, dict[str, Tenso
 
 
 def _own_config(config: GPTConfig, document_start: int | None) -> JsonDict:
-    """Return config.json for a model with its own code: the architecture, and keys that other programs look for."""
+    """Return config.json for a model with its own code: the architecture, and keys that other
+    programs look for."""
     limit = {} if config.max_len is None else {"max_position_embeddings": config.max_len}
     return {
         "model_type": "log_gpt",

@@ -1,4 +1,5 @@
-"""From a checkpoint to one with fewer key and value heads (Ainslie et al. 2023, arXiv 2305.13245, section 2.1)."""
+"""From a checkpoint to one with fewer key and value heads (Ainslie et al. 2023, arXiv 2305.13245,
+section 2.1)."""
 
 from pathlib import Path
 
@@ -17,7 +18,8 @@ def convert(checkpoint: Path, run_dir: Path, n_kv_head: int) -> Path:
     """Write the converted model as a run's checkpoint of step 0 and return its path.
 
     Raises:
-        UserError: there is no whole checkpoint, its heads cannot be shared like this, or run_dir holds a run.
+        UserError: there is no whole checkpoint, its heads cannot be shared like this, or run_dir
+            holds a run.
     """
     opened = open_model(checkpoint)
     before, tokenizer = load_model(opened)
@@ -29,7 +31,8 @@ def convert(checkpoint: Path, run_dir: Path, n_kv_head: int) -> Path:
     settings = overrides({"init_from": str(run_dir), "run_dir": f"{run_dir}-trained"})
     say(f"{path}: {before.n_params():,} parameters before, {after.n_params():,} now")
     say(
-        f"train it with python train.py, the settings of the first run except for its model, and {settings}"
+        "train it with python train.py, the settings of the first run except for its model, and "
+        f"{settings}"
     )
     return path
 
@@ -62,10 +65,12 @@ def shared(gpt: GPT, n_kv_head: int) -> GPT:
 
 
 def pooled(rows: Tensor, n_rows: int, n_before: int, n_after: int, head_dim: int) -> Tensor:
-    """Return a projection's weight or bias, now n_rows rows, with the means of groups of key and value heads.
+    """Return a projection's weight or bias, now n_rows rows, with the means of groups of key and
+    value heads.
 
-    The last rows belong to these heads, of keys, values or both; the rows before them, for queries, stay. Group g holds
-    heads g r to g r + r - 1 with r = n_before / n_after: those that the group's query heads attended to before.
+    The last rows belong to these heads, of keys, values or both; the rows before them, for queries,
+    stay. Group g holds heads g r to g r + r - 1 with r = n_before / n_after: those that the group's
+    query heads attended to before.
     """
     kinds = (len(rows) - n_rows) // ((n_before - n_after) * head_dim)  # 2: keys and values
     queries, heads = rows.tensor_split([len(rows) - kinds * n_before * head_dim])
@@ -76,20 +81,25 @@ def pooled(rows: Tensor, n_rows: int, n_before: int, n_after: int, head_dim: int
 
 
 def with_n_kv_head(config: GPTConfig, n_kv_head: int) -> GPTConfig:
-    """Return the configuration with n_kv_head key and value heads in every layer that has this setting."""
+    """Return the configuration with n_kv_head key and value heads in every layer that has this
+    setting."""
     raw = config.model_dump()
     layers = [
         layer for layer in raw["attention_pattern"] or [raw["attention"]] if "n_kv_head" in layer
     ]
     if {layer["n_kv_head"] or config.n_head for layer in layers} <= {n_kv_head}:
         raise UserError(
-            f"n_kv_head={n_kv_head} changes no layer's key and value heads: there is nothing to convert"
+            f"n_kv_head={n_kv_head} changes no layer's key and value heads: there is nothing to "
+            "convert"
         )
     for layer in layers:
         heads = layer["n_kv_head"] or config.n_head
         if n_kv_head < 1 or heads % n_kv_head:
             divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-            what = f"n_kv_head={n_kv_head} does not divide the {heads} key and value heads of {layer['name']}"
+            what = (
+                f"n_kv_head={n_kv_head} does not divide the {heads} key and value heads of "
+                f"{layer['name']}"
+            )
             raise UserError(f"{what}: use one of {divisors}")
         layer["n_kv_head"] = n_kv_head
     return decode(GPTConfig, raw)

@@ -22,11 +22,12 @@ def _text(token: bytes) -> str:
 
 
 def tokenizer_files(tokenizer: Tokenizer, max_len: int | None) -> JsonDict:
-    """tokenizer.json and tokenizer_config.json, as plain data. The ids are ours, except in texts with the characters
-    <|endoftext|> or those of a marker, which Hugging Face reads as that token. A word that is a token is never split
-    (ignore_merges), as in tiktoken; padding is on the left, so that prompts of several lengths can be continued
-    together. A vocabulary that came as a tokenizer.json stays as it is, but for the markers of a chat model. Ids
-    without text (tokenizer=none) have no files.
+    """tokenizer.json and tokenizer_config.json, as plain data. The ids are ours, except in texts
+    with the characters <|endoftext|> or those of a marker, which Hugging Face reads as that token.
+    A word that is a token is never split (ignore_merges), as in tiktoken; padding is on the left,
+    so that prompts of several lengths can be continued together. A vocabulary that came as a
+    tokenizer.json stays as it is, but for the markers of a chat model. Ids without text
+    (tokenizer=none) have no files.
 
     Args:
         max_len: the model's maximum number of tokens; None: no limit.
@@ -64,7 +65,8 @@ def tokenizer_files(tokenizer: Tokenizer, max_len: int | None) -> JsonDict:
 
 
 def _merges(tokenizer: RankTokenizer) -> list[str]:
-    """Every pair of tokens whose concatenation is a token, in the order of its rank: the pairs that tiktoken merges."""
+    """Every pair of tokens whose concatenation is a token, in the order of its rank: the pairs that
+    tiktoken merges."""
     known = set(tokenizer.ranks)
     return [
         f"{_text(token[:cut])} {_text(token[cut:])}"

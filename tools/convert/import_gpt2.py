@@ -46,7 +46,8 @@ def import_gpt2(folder: Path, run_dir: Path) -> Path:
     sizes = {"seq_len": seq_len, "batch_tokens": _SEQUENCES * seq_len}
     path = begin_with(gpt, tokenizer, run_dir, seq_len, sizes["batch_tokens"])
     say(
-        f"{path}: {gpt.n_params():,} parameters, tokenizer {tokenizer.name} of {tokenizer.n_vocab:,} ids"
+        f"{path}: {gpt.n_params():,} parameters, tokenizer {tokenizer.name} of "
+        f"{tokenizer.n_vocab:,} ids"
     )
     runs = {"init_from": str(run_dir), "run_dir": f"{run_dir}-trained"}
     say(f"train it with python train.py {overrides({**runs, **sizes, **_TO_CHOOSE})}")
@@ -55,7 +56,8 @@ def import_gpt2(folder: Path, run_dir: Path) -> Path:
 
 
 def read_gpt2(folder: Path) -> tuple[GPT, Tokenizer]:
-    """Return the model and the tokenizer in a folder that `save_pretrained` wrote, or that was downloaded.
+    """Return the model and the tokenizer in a folder that `save_pretrained` wrote, or that was
+    downloaded.
 
     Raises:
         UserError: a file is missing or invalid.
@@ -77,10 +79,14 @@ def read_gpt2(folder: Path) -> tuple[GPT, Tokenizer]:
     tokenizer = read_tokenizer_json(paths["tokenizer.json"])
     if tokenizer.n_vocab > config.n_vocab:
         raise UserError(
-            f"{folder} has a tokenizer with {tokenizer.n_vocab} ids, but the model has only {config.n_vocab}"
+            f"{folder} has a tokenizer with {tokenizer.n_vocab} ids, but the model has only "
+            f"{config.n_vocab}"
         )
     if config.n_vocab - tokenizer.n_vocab >= _PADDING:
-        what = f"the model has rows for {config.n_vocab} ids, and tokenizer.json has {tokenizer.n_vocab}"
+        what = (
+            f"the model has rows for {config.n_vocab} ids, and tokenizer.json has "
+            f"{tokenizer.n_vocab}"
+        )
         warn(f"{folder}: {what}: make sure that it is the model's own")
     with torch.device("meta"):
         gpt = GPT(config)
@@ -128,12 +134,14 @@ def _weights(paths: list[Path], gpt: GPT) -> dict[str, Tensor]:
     stored = read_tensors(paths, expected)
     if bad := next((name for name in theirs.values() if not stored[name].isfinite().all()), None):
         raise UserError(
-            f"{paths[0].parent}: {bad} has values that are not finite: such a model computes nothing"
+            f"{paths[0].parent}: {bad} has values that are not finite: such a model computes "
+            "nothing"
         )
     embed = stored[theirs["embed.weight"]]
     if not torch.equal(stored.get("lm_head.weight", embed), embed):
         raise UserError(
-            f"{paths[0].parent}: lm_head.weight differs from wte.weight, but our output layer is the embedding"
+            f"{paths[0].parent}: lm_head.weight differs from wte.weight, but our output layer is "
+            "the embedding"
         )
     weights = {ours: turned(name, stored[name]).contiguous() for ours, name in theirs.items()}
     return {ours: x if x.dtype == torch.float64 else x.float() for ours, x in weights.items()}

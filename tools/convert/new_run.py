@@ -20,7 +20,8 @@ def begin_with(
     batch_tokens: int,
     dataset_dir: Path = NO_DATASET,
 ) -> Path:
-    """Make a run of a converted model, for `init_from`: write its checkpoint of step 0, and return its path.
+    """Make a run of a converted model, for `init_from`: write its checkpoint of step 0, and return
+    its path.
 
     `seq_len`, `batch_tokens` and `dataset_dir` are what eval.py reads unless it is told otherwise.
 

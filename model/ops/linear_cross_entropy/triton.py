@@ -1,4 +1,5 @@
-"""Cross-entropy and its gradient by a GPU kernel, in the memory of the logits: docs/kernels.md explains its design."""
+"""Cross-entropy and its gradient by a GPU kernel, in the memory of the logits: docs/kernels.md
+explains its design."""
 
 import torch
 import triton
@@ -15,11 +16,12 @@ _NOTHING = tl.constexpr(float("-inf"))
 def cross_entropy_(
     logits: Tensor, targets: Tensor, n_vocab: int, wanted: bool, cap: float | None
 ) -> Tensor:
-    """Cross-entropy in nats of each row of capped(logits[:, :n_vocab]), (N,), float32 or float64; 0 if not counted.
+    """Cross-entropy in nats of each row of capped(logits[:, :n_vocab]), (N,), float32 or float64; 0
+    if not counted.
 
     Args:
-        logits: (N, V) with V >= n_vocab, contiguous. If wanted, their gradient replaces them, which is 0 from n_vocab
-            on, and for targets that are not counted.
+        logits: (N, V) with V >= n_vocab, contiguous. If wanted, their gradient replaces them, which
+            is 0 from n_vocab on, and for targets that are not counted.
         targets: (N,), from 0 to n_vocab - 1; negative targets are not counted, and others give NaN.
     """
     losses = logits.new_empty(len(logits), dtype=accumulation_dtype(logits))

@@ -1,6 +1,8 @@
-"""Log-space attention by GPU kernels: `chunked.py` with the state on the chip, then `exact.py` for doubtful heads.
+"""Log-space attention by GPU kernels: `chunked.py` with the state on the chip, then `exact.py` for
+doubtful heads.
 
-The kernels are in triton_kernels.py, those of `exact.py` in triton_exact.py; docs/kernels.md explains their design.
+The kernels are in triton_kernels.py, those of `exact.py` in triton_exact.py; docs/kernels.md
+explains their design.
 """
 
 import functools
@@ -38,8 +40,9 @@ FEW, MANY = 24, 40
 trial: dict[str, int] = {}
 """Numbers of warps, stages, and tokens of a chunk, to time others than those that are used."""
 
-# In units of a chunk's time: a sweep with OWN, by instructions of both passes for compute capability 9.0 (4,679 of
-# 10,123 for the flagship, 2,112 of 4,146 for heads of 32), and estimates: joining a segment, launching such a sweep.
+# In units of a chunk's time: a sweep with OWN, by instructions of both passes for compute
+# capability 9.0 (4,679 of 10,123 for the flagship, 2,112 of 4,146 for heads of 32), and estimates:
+# joining a segment, launching such a sweep.
 OWN_PART, JOIN, START = 0.5, 0.25, 4.0
 
 
@@ -53,14 +56,17 @@ def triton_log_attention(
     return_state: bool = False,
     segments: int = 0,
 ) -> Tensor | tuple[Tensor, LogAttentionState]:
-    """As causal `log_attention`, for tensors with any strides; the memory layout of log_y is (B, T, H, d_v).
+    """As causal `log_attention`, for tensors with any strides; the memory layout of log_y is (B, T,
+    H, d_v).
 
-    The operands of products have the type of q and k: bfloat16 for bfloat16, tf32 (with the range of bfloat16 and the
-    digits of float16) for float16, and three products of tf32 for float32. log_v may be wider; its exponentials are
-    rounded to that type. Sums are kept in float32, or float64 for float64.
+    The operands of products have the type of q and k: bfloat16 for bfloat16, tf32 (with the range
+    of bfloat16 and the digits of float16) for float16, and three products of tf32 for float32.
+    log_v may be wider; its exponentials are rounded to that type. Sums are kept in float32, or
+    float64 for float64.
 
     Args:
-        segments: most stretches of a sequence that are computed in parallel; 0: `fastest_segments` says how many.
+        segments: most stretches of a sequence that are computed in parallel; 0: `fastest_segments`
+            says how many.
     """
     acc = accumulation_dtype(q)
     log_s, log_z = (None, None) if state is None else (x.to(acc).contiguous() for x in state)
@@ -127,11 +133,11 @@ def _empty_results(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Allocate all results of `_attend`.
 
-    - log_y (B, H, T, d_v), and if wanted the state's log_s (B, H, d_k, d_v) and log_z (B, H, d_k), else empty tensors.
-    - To save: M (B H, slots, d_k, d_v), z and the frame of keys (B H, slots, d_k), and the frame of values
-      (B H, slots, d_v). Slots are before each chunk and after the last, rounded up to whole spans (see
-      triton_exact.py).
-    - (B H, N + 1, blocks): whether each tile of queries and the last state are doubtful, by block of value columns.
+    - log_y (B, H, T, d_v), and if wanted the state's log_s (B, H, d_k, d_v) and log_z (B, H, d_k),
+    else empty tensors. - To save: M (B H, slots, d_k, d_v), z and the frame of keys (B H, slots,
+    d_k), and the frame of values (B H, slots, d_v). Slots are before each chunk and after the last,
+    rounded up to whole spans (see triton_exact.py). - (B H, N + 1, blocks): whether each tile of
+    queries and the last state are doubtful, by block of value columns.
     """
     q, log_v, P = inputs.q, inputs.log_v, _constants(inputs)
     (B, H, T, d_k), d_v = q.shape, log_v.shape[3]
@@ -156,7 +162,8 @@ def _attend_backward(
 ) -> list[Tensor]:
     """Return gradients of the inputs (empty for those that are None).
 
-    They are computed from those of log_y and, if there are more, of the state, and from what the forward pass saved.
+    They are computed from those of log_y and, if there are more, of the state, and from what the
+    forward pass saved.
     """
     tensors, (g_y, *g_state), (*state, doubtful) = _Tensors._make(inputs), g, saved
     P, to, counter = (
@@ -195,8 +202,8 @@ def _(g: Sequence[Tensor], inputs: Sequence[Tensor | None], *_: Any) -> list[Ten
 def _empty_gradients(inputs: _Tensors) -> _Tensors:
     """Allocate gradients, of which tokens are in the layout (B, T, H, d).
 
-    Each block of value columns writes its part of a sum over all values, the gradient of all but log_v and log_s: the
-    first dimension of these counts blocks and B.
+    Each block of value columns writes its part of a sum over all values, the gradient of all but
+    log_v and log_s: the first dimension of these counts blocks and B.
     """
     q, k, log_v, log_f, log_s, log_z = inputs
     B, blocks = len(q), _constants(inputs).BLOCKS
@@ -218,7 +225,8 @@ def _empty_gradients(inputs: _Tensors) -> _Tensors:
 
 
 def _summed(parts: _Tensors, inputs: _Tensors) -> list[Tensor]:
-    """Sum the parts of gradients. An empty tensor stands for None, which an operator cannot return."""
+    """Sum the parts of gradients. An empty tensor stands for None, which an operator cannot
+    return."""
     sums = []
     for part, x in zip(parts, inputs, strict=True):
         if part is None or x is None:
@@ -282,7 +290,8 @@ def _exact(M: Tensor, z: Tensor, key: Tensor, value: Tensor) -> Saved:
 
 
 def _operand(inputs: _Tensors) -> torch.dtype:
-    """The type of products' operands and of M. Values may be wider; their exponentials are rounded to it."""
+    """The type of products' operands and of M. Values may be wider; their exponentials are rounded
+    to it."""
     common = torch.promote_types(inputs.q.dtype, inputs.k.dtype)
     return common if common == torch.bfloat16 else accumulation_dtype(inputs.q)
 
@@ -314,7 +323,8 @@ def _constants(inputs: _Tensors) -> Constants:
 
 
 def _launch(P: Constants) -> dict[str, int]:
-    """Launch options: see docs/kernels.md. Without maxnreg, ptxas sometimes uses 32 registers and spills the rest."""
+    """Launch options: see docs/kernels.md. Without maxnreg, ptxas sometimes uses 32 registers and
+    spills the rest."""
     warps = trial.get("warps", 4 if P.OPERAND == tl.bfloat16 and P.D_K <= 64 else 8)
     return {"num_warps": warps, "num_stages": trial.get("stages", 1), "maxnreg": 255}
 
@@ -324,7 +334,8 @@ def _grid(q: Tensor, P: Constants, segments: Segments | None = None) -> tuple[in
 
 
 def _segments(inputs: _Tensors, P: Constants, most: int) -> Segments | None:
-    """Allocate what segments add to the state; None for a single sweep. `most` is that of `triton_log_attention`."""
+    """Allocate what segments add to the state; None for a single sweep. `most` is that of
+    `triton_log_attention`."""
     q, _, log_v, log_f, *_ = inputs
     (B, H, T, d_k), d_v, acc = q.shape, log_v.shape[3], accumulation_dtype(q)
     G, N = B * H, -(-T // P.C)
@@ -344,7 +355,8 @@ def _segments(inputs: _Tensors, P: Constants, most: int) -> Segments | None:
 
 
 def _programs_at_once(device: torch.device, P: Constants) -> int:
-    """How many programs a GPU runs at once: the registers of a multiprocessor are enough for 8 warps."""
+    """How many programs a GPU runs at once: the registers of a multiprocessor are enough for 8
+    warps."""
     if device.type != "cuda":
         return 1
     return (

@@ -1,6 +1,7 @@
 """The kernels' arguments, grouped in named tuples, and the functions that load and store tokens.
 
-Whether a member is None is known at compile time, so a kernel without gates, for example, has no code for them.
+Whether a member is None is known at compile time, so a kernel without gates, for example, has no
+code for them.
 """
 
 from typing import Any, NamedTuple
@@ -10,7 +11,8 @@ import triton.language as tl
 
 
 def _let_functions_return_none() -> None:
-    """Let functions of kernels return None, alone or in a tuple. Triton 3.7 does; this is for 3.6."""
+    """Let functions of kernels return None, alone or in a tuple. Triton 3.7 does; this is for
+    3.6."""
     from triton.language.semantic import TritonSemantic
 
     to_tensor = TritonSemantic.to_tensor
@@ -100,7 +102,8 @@ class Outputs(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """For the backward pass: slot n has the state before chunk n, in the frames that count chunk n's keys and values.
+    """For the backward pass: slot n has the state before chunk n, in the frames that count chunk
+    n's keys and values.
 
     The last slot has the state after the last chunk, in the frames left after it.
     """
@@ -112,10 +115,12 @@ class Saved(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Stretches of every sequence that programs compute in parallel: the second dimension of the grid counts them."""
+    """Stretches of every sequence that programs compute in parallel: the second dimension of the
+    grid counts them."""
 
     own: Any
-    """Saved: slot s has what segment s alone adds to the state or, in the backward pass, to the state's gradient."""
+    """Saved: slot s has what segment s alone adds to the state or, in the backward pass, to the
+    state's gradient."""
     log_f: Any
     """(B H, slots): sums of a segment's gates; without gates, any tensor."""
     chunks: Any
@@ -217,7 +222,8 @@ def gradients_of(to, program, P: tl.constexpr):
 
 @triton.jit
 def load_chunk(head, n, length, column, fill, D: tl.constexpr, P: tl.constexpr):
-    """Tokens of chunk n of a head, some of its D columns: (C, columns); `fill` where there is none."""
+    """Tokens of chunk n of a head, some of its D columns: (C, columns); `fill` where there is
+    none."""
     rows = tl.arange(0, P.C)
     token = head.pointer + n * P.C * tl.cast(head.stride, tl.int64)
     here = (n * P.C + rows < length)[:, None] & (column < D)[None, :]

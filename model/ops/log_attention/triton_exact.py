@@ -1,11 +1,13 @@
-"""`exact.py` as kernels. They are always launched after the fast ones, and return at once unless a head is doubtful.
+"""`exact.py` as kernels. They are always launched after the fast ones, and return at once unless a
+head is doubtful.
 
-So the CPU never has to wait for the GPU to learn whether a head is doubtful. As in the fast kernels, a program
-computes a head g and a block of value columns e. All numbers are float64.
+So the CPU never has to wait for the GPU to learn whether a head is doubtful. As in the fast
+kernels, a program computes a head g and a block of value columns e. All numbers are float64.
 
-The backward pass needs the state after every token. It starts from the state that the forward pass stored before a span
-of tokens (in the memory of M, where SPAN slots hold a float64 state), steps forward to a part of the span, and from
-there to each of its PART tokens. The square root of a span would take the fewest steps.
+The backward pass needs the state after every token. It starts from the state that the forward pass
+stored before a span of tokens (in the memory of M, where SPAN slots hold a float64 state), steps
+forward to a part of the span, and from there to each of its PART tokens. The square root of a span
+would take the fewest steps.
 """
 
 import triton
@@ -30,7 +32,8 @@ PART = tl.constexpr(16)
 
 @triton.jit
 def exact_forward(x, outputs, saved, doubtful, counter, P: tl.constexpr):
-    """Write log_y of doubtful tiles and, for heads with such tiles, the states before each span and at the end."""
+    """Write log_y of doubtful tiles and, for heads with such tiles, the states before each span and
+    at the end."""
     program = program_of(P)
     N = tl.cdiv(x.T, P.C)
     doubtful += program.g * (N + 1) * P.BLOCKS
@@ -64,7 +67,8 @@ def exact_forward(x, outputs, saved, doubtful, counter, P: tl.constexpr):
 
 @triton.jit
 def exact_backward(g_of, x, saved, doubtful, counter, to, P: tl.constexpr):
-    """Write all gradients of doubtful heads. The loop carries g, the gradient of the state's logarithm."""
+    """Write all gradients of doubtful heads. The loop carries g, the gradient of the state's
+    logarithm."""
     program = program_of(P)
     N = tl.cdiv(x.T, P.C)
     if any_of(doubtful + program.g * (N + 1) * P.BLOCKS, (N + 1) * P.BLOCKS) == 0:

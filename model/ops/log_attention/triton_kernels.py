@@ -1,7 +1,9 @@
-"""`chunked.py` as one kernel for each pass: a program carries the state of a head through its chunks, on the chip.
+"""`chunked.py` as one kernel for each pass: a program carries the state of a head through its
+chunks, on the chip.
 
-A program computes one head g and one block of value columns e. It reads and writes only the operator's arguments and
-results, and for the backward pass the state every C tokens. Names are those of chunked.py.
+A program computes one head g and one block of value columns e. It reads and writes only the
+operator's arguments and results, and for the backward pass the state every C tokens. Names are
+those of chunked.py.
 """
 
 from typing import Any, NamedTuple
@@ -69,7 +71,8 @@ class State(NamedTuple):
 
 @triton.jit
 def forward_sweep(x, outputs, saved, doubtful, segments, OWN: tl.constexpr, P: tl.constexpr):
-    """Write log_y, the state after, which tiles are doubtful, and if there is `saved` the state before each chunk.
+    """Write log_y, the state after, which tiles are doubtful, and if there is `saved` the state
+    before each chunk.
 
     OWN: write only what the program's segment adds to an empty state.
     """
@@ -156,7 +159,8 @@ def forward_sweep(x, outputs, saved, doubtful, segments, OWN: tl.constexpr, P: t
 def backward_sweep(g_of, x, saved, doubtful, to, segments, OWN: tl.constexpr, P: tl.constexpr):
     """Write gradients `to`, from the last chunk to the first: g_M is for the state after a chunk.
 
-    OWN: write only the gradient of the state before the program's segment, through the segment's own results.
+    OWN: write only the gradient of the state before the program's segment, through the segment's
+    own results.
     """
     program = program_of(P)
     N = tl.cdiv(x.T, P.C)
@@ -208,7 +212,8 @@ def backward_sweep(g_of, x, saved, doubtful, to, segments, OWN: tl.constexpr, P:
         if not OWN:
             g_A = product(g_sums, tl.trans(e_v), P) + g_z_sums[:, None]
             g_A = weigh(g_A, within).to(P.OPERAND)  # (C, C)
-        # From here on, g_M and g_z are in chunk n's frames. States and frames are loaded again to save registers.
+        # From here on, g_M and g_z are in chunk n's frames. States and frames are loaded again to
+        # save registers.
         M, z, key_after, value_after = _saved(saved, n + 1, program, P)
         if x.log_f is not None and not OWN:
             g_after = tl.sum(g_M * M.to(P.ACC), 1) + g_z * z
@@ -280,7 +285,8 @@ def _after_segments(state, x, segments, program, P: tl.constexpr):
 
 @triton.jit
 def _before_segments(g, x, saved, segments, program, P: tl.constexpr):
-    """Return the gradient of the state after this program's segment, given that after the last, and their frames."""
+    """Return the gradient of the state after this program's segment, given that after the last, and
+    their frames."""
     g_M, g_z, key, value = g
     last = tl.num_programs(1) - 1
     for i in range(last - tl.program_id(1)):
@@ -297,14 +303,16 @@ def _before_segments(g, x, saved, segments, program, P: tl.constexpr):
 
 @triton.jit
 def _own_gradients(segments, program, P: tl.constexpr):
-    """Where the gradients of a program's segments are: each block of value columns has its part of the normalizer's."""
+    """Where the gradients of a program's segments are: each block of value columns has its part of
+    the normalizer's."""
     own, keys = segments.own.state, segments.own.slots * P.D_K
     return Sums(own.s + program.g * keys * P.D_V, own.z + program.part * keys)
 
 
 @triton.jit
 def _across(key, key_after, value, value_after, log_f):
-    """The factors (BK,) and (BV,) of a segment, from M before it to what is left of it in the frames after it."""
+    """The factors (BK,) and (BV,) of a segment, from M before it to what is left of it in the
+    frames after it."""
     shift = key - finite(key_after)
     decay = power_of_two(shift) if log_f is None else tl.exp2(shift + log_f * LOG2E)
     return decay, power_of_two(
@@ -314,7 +322,8 @@ def _across(key, key_after, value, value_after, log_f):
 
 @triton.jit
 def exp_of_queries(q, key, P: tl.constexpr):
-    """Return e_q for q (C, BK): scaled by a power of two for each row, including the frame of the keys."""
+    """Return e_q for q (C, BK): scaled by a power of two for each row, including the frame of the
+    keys."""
     row = frame_of(tl.max(q * LOG2E + key[None, :], 1), P.OPERAND)
     row = tl.where(
         tl.maximum(row, tl.max(key, 0)) == LOST, 2 * LOST, row
@@ -324,7 +333,8 @@ def exp_of_queries(q, key, P: tl.constexpr):
 
 @triton.jit
 def _causal_sums(A, within, e_q, e_v, M, z_read, gates, P: tl.constexpr):
-    """Return A = tril(e_q e_k^T) (C, C), weighed, the sums (C, BV) and those of the normalizer (C,)."""
+    """Return A = tril(e_q e_k^T) (C, C), weighed, the sums (C, BV) and those of the normalizer
+    (C,)."""
     A = weigh(A, within)
     z_sums = times(z_read, gates.start) + tl.sum(A, 1)
     A = A.to(P.OPERAND)
@@ -394,8 +404,8 @@ def _some_doubtful(sums, z_sums, n, x, program, P: tl.constexpr):
 def _largest(x):
     """The maximum of all of x.
 
-    For compute capabilities 10 and 11, Triton 3.7 does not compile tl.max of one dimension that comes from a product,
-    unless the layout is another: that of one more dimension.
+    For compute capabilities 10 and 11, Triton 3.7 does not compile tl.max of one dimension that
+    comes from a product, unless the layout is another: that of one more dimension.
     """
     if not INTERPRETED and cuda_capability_geq(10) and not cuda_capability_geq(12):
         if len(x.shape) == 2:
@@ -407,7 +417,8 @@ def _largest(x):
 
 @triton.jit
 def _visible_terms(k, v, key_before, value_before, gates, P: tl.constexpr):
-    """Whether the sums (C, BV) and those of the normalizer (C,) have terms: earlier ones that no reset hides."""
+    """Whether the sums (C, BV) and those of the normalizer (C,) have terms: earlier ones that no
+    reset hides."""
     rows = tl.arange(0, P.C)
     alive = tl.max((k != NOTHING).to(tl.int32), 1) > 0  # (C,); NaN is alive
     values = alive[:, None] & (v != NOTHING)
@@ -424,8 +435,9 @@ def _visible_terms(k, v, key_before, value_before, gates, P: tl.constexpr):
         visible = (segment[:, None] == segment[None, :]) & (
             rows[:, None] >= rows[None, :]
         )  # (C, C)
-        # Without `once`, Triton 3.7 does not compile it for 64 keys and 32 values on compute capability 8.0. Triton's
-        # interpreter takes the bits of a truth value for those of a bfloat16, unless they pass through another type.
+        # Without `once`, Triton 3.7 does not compile it for 64 keys and 32 values on compute
+        # capability 8.0. Triton's interpreter takes the bits of a truth value for those of a
+        # bfloat16, unless they pass through another type.
         visible_1, values_1 = (
             once(visible.to(P.ACC).to(P.OPERAND), P),
             once(values.to(P.ACC).to(P.OPERAND), P),

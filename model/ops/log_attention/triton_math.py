@@ -1,7 +1,9 @@
-"""Functions that the kernels share: exponentials in frames, as in exponentials.py, their products, and gates.
+"""Functions that the kernels share: exponentials in frames, as in exponentials.py, their products,
+and gates.
 
-Gates between two tokens are a difference of two sums. Each sum has two parts, and that of the larger digits is exact,
-so large gates do not round small ones away. Gates whose exponentials are 0 are cut off, resets among them.
+Gates between two tokens are a difference of two sums. Each sum has two parts, and that of the
+larger digits is exact, so large gates do not round small ones away. Gates whose exponentials are 0
+are cut off, resets among them.
 """
 
 import math
@@ -16,7 +18,8 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 NOTHING = tl.constexpr(-math.inf)
 LOG2E = tl.constexpr(1 / math.log(2))
 LN2 = tl.constexpr(math.log(2))
-# ln 2 in two parts: the first has 4 bits, so that its multiples up to 2^20, the largest frame, are exact in float32.
+# ln 2 in two parts: the first has 4 bits, so that its multiples up to 2^20, the largest frame, are
+# exact in float32.
 LN2_HIGH = tl.constexpr(11 / 16)
 LN2_LOW = tl.constexpr(math.log(2) - 11 / 16)
 LOST = tl.constexpr(2.0**30)  # a frame that scales everything to 0, and so makes every sum doubtful
@@ -30,7 +33,8 @@ def finite(x):
 
 @triton.jit
 def frame_of(log2, OPERAND: tl.constexpr):
-    """Return the smallest whole number not below log2, up to rounding, in the range of `exp_measured`.
+    """Return the smallest whole number not below log2, up to rounding, in the range of
+    `exp_measured`.
 
     Numbers below the range get its lower limit, and numbers above it LOST.
     """
@@ -57,7 +61,8 @@ def is_doubtful(sums, CERTAIN: tl.constexpr):
 
 @triton.jit
 def power_of_two(n):
-    """2^n for a whole n up to 127, made of its bits, so that it is exact; 0 where 2^n is below the normal numbers."""
+    """2^n for a whole n up to 127, made of its bits, so that it is exact; 0 where 2^n is below the
+    normal numbers."""
     if n.dtype == tl.float64:
         return ((tl.maximum(n, -1023.0) + 1023.0).to(tl.int64) << 52).to(tl.float64, bitcast=True)
     else:
@@ -66,11 +71,13 @@ def power_of_two(n):
 
 @triton.jit
 def exp_measured(x, frame, OPERAND: tl.constexpr):
-    """exp(x) 2^-frame for a frame that is at most about 1 below x log2(e). The mantissa does not depend on the frame.
+    """exp(x) 2^-frame for a frame that is at most about 1 below x log2(e). The mantissa does not
+    depend on the frame.
 
-    x log2(e) is split into an integer and a remainder before the frame is subtracted. For bfloat16 it is rounded to a
-    multiple of 2^-11 instead, since 2^-12 of an exponent is less than bfloat16's own rounding. Adding and subtracting a
-    large number rounds. This is faster than an instruction that rounds: GPUs execute few of these at once.
+    x log2(e) is split into an integer and a remainder before the frame is subtracted. For bfloat16
+    it is rounded to a multiple of 2^-11 instead, since 2^-12 of an exponent is less than bfloat16's
+    own rounding. Adding and subtracting a large number rounds. This is faster than an instruction
+    that rounds: GPUs execute few of these at once.
     """
     if OPERAND == tl.bfloat16:
         x = tl.clamp(x, -1400.0, 1400.0, propagate_nan=tl.PropagateNan.ALL)
@@ -80,7 +87,8 @@ def exp_measured(x, frame, OPERAND: tl.constexpr):
     else:
         wide: tl.constexpr = x.dtype == tl.float64
         large: tl.constexpr = 1.5 * 2.0**52 if wide else 1.5 * 2.0**23
-        # In float64, Triton 3.7 compiles limits of equal size to an instruction that only float32 has.
+        # In float64, Triton 3.7 compiles limits of equal size to an instruction that only float32
+        # has.
         x = tl.clamp(
             x, -(2.0**21), 2.0**21 + (1.0 if wide else 0.0), propagate_nan=tl.PropagateNan.ALL
         )
@@ -98,7 +106,8 @@ def log_of_scaled(x, frame):
         mantissa = ((bits & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float64, bitcast=True)
     else:
         bits = x.to(tl.int32, bitcast=True)
-        # The bits of 1.5 x 2^23, whose last bit is 1: added and taken away, a whole number becomes a float.
+        # The bits of 1.5 x 2^23, whose last bit is 1: added and taken away, a whole number becomes
+        # a float.
         exponent = ((bits >> 23) + (0x4B400000 - 127)).to(tl.float32, bitcast=True) - 12582912.0
         mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
     n = exponent + frame
@@ -197,7 +206,8 @@ def gates_of(log_f, n, T, P: tl.constexpr):
     else:
         wide: tl.constexpr = P.ACC == tl.float64
         least: tl.constexpr = -1024.0 if wide else -128.0  # exp of less is 0, too
-        # Added and taken away, it rounds to multiples of 2^-37 or 2^-11, of which a chunk's sums are exact.
+        # Added and taken away, it rounds to multiples of 2^-37 or 2^-11, of which a chunk's sums
+        # are exact.
         large: tl.constexpr = 1.5 * 2.0**15 if wide else 1.5 * 2.0**12
         f = load_gates(log_f, n, T, P)
         bounded = tl.where(f < least, least, f)
@@ -219,7 +229,8 @@ def gates_of(log_f, n, T, P: tl.constexpr):
 
 @triton.jit
 def between(gates, A):
-    """Factors of a head's gates after key j up to query t (C, C), in the layout of A (C, C); None without gates."""
+    """Factors of a head's gates after key j up to query t (C, C), in the layout of A (C, C); None
+    without gates."""
     if gates.each is None:
         return None
     else:
@@ -231,7 +242,8 @@ def between(gates, A):
 
 @triton.jit
 def beside(x, y):
-    """x itself, which the compiler holds where it holds y, rather than to move it there through shared memory."""
+    """x itself, which the compiler holds where it holds y, rather than to move it there through
+    shared memory."""
     if INTERPRETED or x.dtype != tl.float32:
         return x
     else:
@@ -242,7 +254,8 @@ def beside(x, y):
 
 @triton.jit
 def weigh(A, within):
-    """Multiply A (C, C) for queries and keys by the factors `within` of `between`; 0 for later keys."""
+    """Multiply A (C, C) for queries and keys by the factors `within` of `between`; 0 for later
+    keys."""
     rows = tl.arange(0, A.shape[0])
     A = A if within is None else A * within
     return tl.where(rows[:, None] >= rows[None, :], A, 0.0)
@@ -269,9 +282,11 @@ def left_after_resets(gates, x):
 
 @triton.jit
 def after_gates(key, z, P: tl.constexpr):
-    """Return the frame of the keys after a chunk, from their frame in the chunk and their sum z after it.
+    """Return the frame of the keys after a chunk, from their frame in the chunk and their sum z
+    after it.
 
-    If z is below `least`, the frame stays: in a smaller one, what z and M have lost to underflow could matter.
+    If z is below `least`, the frame stays: in a smaller one, what z and M have lost to underflow
+    could matter.
     """
     least: tl.constexpr = 2.0**-P.SHRINKS
     left = tl.where((z >= least) & (z < 1.0), exponent_of(z), 0.0)
@@ -280,12 +295,13 @@ def after_gates(key, z, P: tl.constexpr):
 
 @triton.jit
 def forgotten(gates, key, key_after, P: tl.constexpr):
-    """The factors (BK,) of a chunk's end, from M in its frame to M in the next one, which has `key_after`."""
+    """The factors (BK,) of a chunk's end, from M in its frame to M in the next one, which has
+    `key_after`."""
     if gates.total is None:
         return power_of_two(key - finite(key_after))  # at most 1
     else:
-        # A frame that starts again after a reset can be any number smaller, but then M is 0. One that segments are
-        # joined in does not count how many keys have been added: of up to 2^20.
+        # A frame that starts again after a reset can be any number smaller, but then M is 0. One
+        # that segments are joined in does not count how many keys have been added: of up to 2^20.
         return power_of_two(tl.minimum(key - finite(key_after), P.SHRINKS + 21.0))
 
 
@@ -293,8 +309,8 @@ def forgotten(gates, key, key_after, P: tl.constexpr):
 def gates_gradient(g, g_after, gates):
     """Return the gradients of a chunk's gates (C,), as `log_f_gradient` in gates.py.
 
-    g (C,) sums the gradient of queries less that of keys over features, and g_after (BK,) the state after the chunk
-    times its gradient over values.
+    g (C,) sums the gradient of queries less that of keys over features, and g_after (BK,) the state
+    after the chunk times its gradient over values.
     """
     # One dimension more, as in _largest, for compute capability 10.
     through = tl.cumsum(g, 0, reverse=True) + tl.sum(tl.sum(g_after[None, :], 1), 0)

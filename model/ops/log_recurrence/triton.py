@@ -1,7 +1,8 @@
-"""The position recurrence by GPU kernels: one reads all tokens forward and one backward, each value once.
+"""The position recurrence by GPU kernels: one reads all tokens forward and one backward, each value
+once.
 
-A program computes some features of a sequence, some tokens at a time, with a parallel scan. What is carried from these
-to the next is in float64, as in chunked.py, whose docstring has the formulas.
+A program computes some features of a sequence, some tokens at a time, with a parallel scan. What is
+carried from these to the next is in float64, as in chunked.py, whose docstring has the formulas.
 """
 
 from typing import Any
@@ -64,13 +65,15 @@ def _logaddexp(x, y):
 
 @triton.jit
 def _join_logs(A, s, log_p, h):
-    """What two adjacent stretches keep, in logarithms, and the value after both from an empty sum."""
+    """What two adjacent stretches keep, in logarithms, and the value after both from an empty
+    sum."""
     return A + log_p, _logaddexp(s + log_p, h)
 
 
 @triton.jit
 def _join(a, r, share, g):
-    """The same for a linear recurrence: the product of the shares, and the value after both stretches."""
+    """The same for a linear recurrence: the product of the shares, and the value after both
+    stretches."""
     return a * share, r * share + g
 
 
@@ -137,7 +140,8 @@ def recurrence_backward(
     s_start = tl.load(start + b * D + d, mask=d < D, other=0.0)
     log_p, h = log_p + b * p_batch + d[None, :], h + b * h_batch + d[None, :]
     dense = b * T * D + d[None, :]
-    # The gradient that reaches the token after these, and its s: infinity, so that nothing after the last token counts.
+    # The gradient that reaches the token after these, and its s: infinity, so that nothing after
+    # the last token counts.
     later, s_later = tl.zeros([BD], tl.float64), tl.full([BD], float("inf"), tl.float64)
     for behind in range(0, T, C):
         t = (

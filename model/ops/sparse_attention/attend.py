@@ -108,9 +108,9 @@ def document_attention(
     """`sparse_attention` in which patterns start again with each document, and do not reach beyond
     it.
 
-    On CUDA GPUs, 16-bit types use FlexAttention if all heads have the same pattern and it depends on
-    distances alone. Everything else is dense attention with a mask: FlexAttention multiplies float32
-    as TF32, which would lose the gates of softmax attention.
+    On CUDA GPUs, 16-bit types use FlexAttention if all heads have the same pattern and it depends
+    on distances alone. Everything else is dense attention with a mask: FlexAttention multiplies
+    float32 as TF32, which would lose the gates of softmax attention.
 
     Args:
         starts: where documents begin, bool (B, T).

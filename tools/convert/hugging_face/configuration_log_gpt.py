@@ -8,7 +8,8 @@ from transformers import PretrainedConfig
 class LogGPTConfig(PretrainedConfig):
     """`architecture` holds a GPTConfig as plain data; `sizes` repeats what other programs look for.
 
-    `document_start` is the id of the token that starts a document; a document does not see earlier documents.
+    `document_start` is the id of the token that starts a document; a document does not see earlier
+    documents.
     """
 
     model_type = "log_gpt"

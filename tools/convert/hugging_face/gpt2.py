@@ -1,7 +1,8 @@
-"""Converts config.json and weights between our GPT and Hugging Face's GPT2LMHeadModel, in both directions.
+"""Converts config.json and weights between our GPT and Hugging Face's GPT2LMHeadModel, in both
+directions.
 
-Both have layer norms with epsilon 1e-5, biases everywhere, an output layer tied to the embeddings, and attention scores
-scaled by 1 / sqrt(n_embd / n_head).
+Both have layer norms with epsilon 1e-5, biases everywhere, an output layer tied to the embeddings,
+and attention scores scaled by 1 / sqrt(n_embd / n_head).
 """
 
 from typing import Annotated, Any, Literal
@@ -32,12 +33,14 @@ PREFIX = "transformer."
 
 
 def gpt2_name(ours: str) -> str:
-    """Return GPT-2's name of one of our parameters, without PREFIX: blocks.3.up.bias -> h.3.mlp.c_fc.bias."""
+    """Return GPT-2's name of one of our parameters, without PREFIX: blocks.3.up.bias ->
+    h.3.mlp.c_fc.bias."""
     return name_elsewhere(ours, _NAMES)
 
 
 def turned(name: str, weight: Tensor) -> Tensor:
-    """Convert a weight with GPT-2's name `name` to or from our layout: GPT-2's "Conv1D" weights are (in, out)."""
+    """Convert a weight with GPT-2's name `name` to or from our layout: GPT-2's "Conv1D" weights are
+    (in, out)."""
     return weight.T if name.endswith(_TRANSPOSED) else weight
 
 
@@ -60,7 +63,8 @@ def is_gpt2(config: GPTConfig) -> bool:
 
 
 class _GPT2Config(Settings):
-    """The fields of GPT-2's config.json that its logits depend on, with the defaults of transformers."""
+    """The fields of GPT-2's config.json that its logits depend on, with the defaults of
+    transformers."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 

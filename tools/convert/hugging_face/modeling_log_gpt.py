@@ -1,6 +1,7 @@
 """The GPT as a model for transformers' AutoModelForCausalLM.
 
-An exported folder contains copies of this file and of all modules that it imports. `generate` uses our state as cache.
+An exported folder contains copies of this file and of all modules that it imports. `generate` uses
+our state as cache.
 """
 
 from typing import Any
@@ -18,7 +19,8 @@ from tools.convert.hugging_face.configuration_log_gpt import LogGPTConfig
 
 
 class GPTCache:
-    """The cache that `generate` passes along: the model's state after all tokens so far, for any mechanism."""
+    """The cache that `generate` passes along: the model's state after all tokens so far, for any
+    mechanism."""
 
     is_compileable = False
     is_croppable = False  # a state cannot forget its last tokens
@@ -91,13 +93,17 @@ class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **options: Any,
     ) -> CausalLMOutputWithPast:
-        """Return the logits (B, T, n_vocab), the cache if `use_cache`, and the mean loss if there are `labels`.
+        """Return the logits (B, T, n_vocab), the cache if `use_cache`, and the mean loss if there
+        are `labels`.
 
         Args:
-            attention_mask: (B, T), or (B, n + T) after n earlier tokens: 0 where there is padding, on either side.
-            past_key_values: cache from an earlier call. This call updates it, unless `use_cache` is False.
+            attention_mask: (B, T), or (B, n + T) after n earlier tokens: 0 where there is padding,
+                on either side.
+            past_key_values: cache from an earlier call. This call updates it, unless `use_cache` is
+                False.
             labels: (B, T), usually input_ids: they are shifted here. -100 is ignored.
-            logits_to_keep: return logits of this many last tokens only, or of these positions; 0: of all.
+            logits_to_keep: return logits of this many last tokens only, or of these positions; 0:
+                of all.
         """
         for key in ("output_hidden_states", "output_attentions"):
             if options.get(key, getattr(self.config, key, False)):
@@ -106,7 +112,8 @@ class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
                 )
         if input_ids is None or not isinstance(past_key_values, GPTCache | None):
             raise ValueError(
-                "this model reads input_ids and its own cache: tune it by LoRA, not by prompts or prefixes"
+                "this model reads input_ids and its own cache: tune it by LoRA, not by prompts "
+                "or prefixes"
             )
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
@@ -131,9 +138,11 @@ class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def _read(
         self, input_ids: Tensor, present: Tensor | None, state: GPTState | None, return_state: bool
     ) -> tuple[Tensor, GPTState | None]:
-        """Return the output layer's input (B, T, n_embd) and the state. Padding does not influence them.
+        """Return the output layer's input (B, T, n_embd) and the state. Padding does not influence
+        them.
 
-        Padding after a text gets the features of the text's last token, because `generate` reads the last column.
+        Padding after a text gets the features of the text's last token, because `generate` reads
+        the last column.
         """
         if present is None or bool(present.all()):
             return self.gpt.features(input_ids, state, return_state)

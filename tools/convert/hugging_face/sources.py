@@ -1,7 +1,7 @@
 """The code in an exported folder: copies of our modules in the form that transformers can load.
 
-This form is a flat folder in which modules import each other as `from .name import ...`: `model.attention.cache`
-becomes `model_attention_cache.py`.
+This form is a flat folder in which modules import each other as `from .name import ...`:
+`model.attention.cache` becomes `model_attention_cache.py`.
 """
 
 import re
@@ -34,7 +34,8 @@ def modeling_files() -> dict[str, str]:
 
 
 def _list_of(files: Iterable[str]) -> str:
-    """Return code that imports every file: some versions of transformers copy only what the first file imports."""
+    """Return code that imports every file: some versions of transformers copy only what the first
+    file imports."""
     lines = (
         f"    from .{name.removesuffix('.py')} import __doc__ as _\n" for name in sorted(files)
     )
@@ -49,7 +50,8 @@ def _module(match: re.Match[str]) -> str:
 
 
 def _rewritten(text: str) -> str:
-    # Transformers requires every package imported outside of `try` before it loads the code, but only GPUs need triton.
+    # Transformers requires every package imported outside of `try` before it loads the code, but
+    # only GPUs need triton.
     text = text.replace(
         "import orjson\n", "import json as orjson\n"
     )  # transformers does not come with orjson
