@@ -98,7 +98,7 @@ def recurrence(device, dtype):
     for B, T, D in ((2, 1, 1), (1, 65, 35), (2, 64, 48)):
         generator = torch.Generator().manual_seed(T)
         log_p, h = torch.rand(B, T, 2 * D, generator=generator).to(device, dtype).chunk(2, dim=-1)
-        leaves = {"log_p": log_p.neg(), "h": h, "state": h[:, 0].float() - 1}
+        leaves = {"log_p": log_p.neg(), "h": h, "state": h[:, 0].to(torch.promote_types(h.dtype, torch.float32)) - 1}
         leaves["log_p"][:, T // 2] = -torch.inf
         kernels = partial(_recurrence, partial(log_recurrence, backend="triton"))
         compare(f"{T} tokens", kernels, partial(_recurrence, naive_log_recurrence), leaves)

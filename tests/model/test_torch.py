@@ -28,8 +28,8 @@ def test_operators_keep_the_promises_that_torch_asks_of_them(T):
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 2, T, 5), (1, 2, T, 5), (1, 2, T, 7), (1, 2, 5, 8)]
     q, k, log_v, log_s = (torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)
-    torch.library.opcheck(_attend, (q, k, log_v, None, log_s, True, True))
-    torch.library.opcheck(_attend, (q, k, log_v, None, log_s, False, True))
+    torch.library.opcheck(_attend, (q, k, log_v, None, log_s, True))
+    torch.library.opcheck(_attend, (q, k, log_v, None, log_s, False))
     log_p = (-torch.rand(2, T, 5, generator=generator)).requires_grad_()
     start = torch.randn(2, 5, generator=generator).requires_grad_()
     torch.library.opcheck(_recur, (log_p, k[0].detach().float().requires_grad_(), start, "chunked"))
