@@ -45,10 +45,10 @@ train: .venv/installed  ## prepare the embedded corpus, train a small log-space 
 		'python train.py experiment=quickstart run_dir=runs/softmax model=softmax_1m                     # softmax attention' \
 		'python train.py -m experiment=quickstart run_dir=runs/sweep optim.max_lr=3e-3,1e-2 seed=1,2'
 
-test: setup  ## run the fast tests: under 4 minutes on 2 cores
+test: setup  ## run the fast tests: some minutes on 2 cores
 	$(PYTEST) -n 3 -m "not slow"
 
-test-slow: setup  ## run the other tests: kills at every operation, long fuzzing, every script
+test-slow: setup  ## run the other tests: kills at every fsync and rename, long fuzzing, every script
 	$(PYTEST) -n 3 -m slow --durations=20
 
 test-all: setup  ## run all tests, as CI does: about 20 minutes on 2 cores
