@@ -1,5 +1,7 @@
-"""Time operators, training, decoding and preparation: python scripts/bench.py what=train
-models=flagship_10m."""
+"""Time operators, training, decoding and preparation.
+
+python scripts/bench.py what=train models=flagship_10m
+"""
 
 from cli import command
 

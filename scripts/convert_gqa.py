@@ -1,5 +1,7 @@
-"""Share keys and values: python scripts/convert_gqa.py checkpoint=runs/demo run_dir=runs/shared
-n_kv_head=1."""
+"""Share keys and values among heads.
+
+python scripts/convert_gqa.py checkpoint=runs/demo run_dir=runs/shared n_kv_head=1
+"""
 
 from cli import command
 

@@ -1,5 +1,7 @@
-"""Known benchmarks: python scripts/lm_eval.py checkpoint=runs/demo
-tasks=lambada_openai,hellaswag."""
+"""Run known benchmarks.
+
+python scripts/lm_eval.py checkpoint=runs/demo tasks=lambada_openai,hellaswag
+"""
 
 import sys
 from pathlib import Path

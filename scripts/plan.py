@@ -1,5 +1,7 @@
-"""What a training run will take: python scripts/plan.py experiment=pile_125m device=a100-40gb
-n_device=8 mfu=0.4."""
+"""Say what a training run will take.
+
+python scripts/plan.py experiment=pile_125m device=a100-40gb n_device=8 mfu=0.4
+"""
 
 from cli import command
 

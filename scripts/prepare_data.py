@@ -1,5 +1,7 @@
-"""Make a dataset directory: python scripts/prepare_data.py data=stdlib tokenizer=bytes
-out_dir=datasets/stdlib."""
+"""Make a dataset directory.
+
+python scripts/prepare_data.py data=stdlib tokenizer=bytes out_dir=datasets/stdlib
+"""
 
 if __name__ == "__main__":  # worker processes import this file too, and need no Hydra
     from cli import command

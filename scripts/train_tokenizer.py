@@ -1,5 +1,7 @@
-"""Learn a vocabulary: python scripts/train_tokenizer.py dataset_dir=datasets/stdlib
-n_vocab=4096.."""
+"""Learn a vocabulary.
+
+python scripts/train_tokenizer.py dataset_dir=datasets/stdlib n_vocab=4096
+"""
 
 from cli import command
 
