@@ -50,6 +50,8 @@ def compose_run(
     if takes_model:
         model = model or _model_of(Path(str(config["init_from"])))
         config = _composed(config_name, options, config_dir, complete, {"model": model})
+    if "max_steps" in given and "epochs" not in given:
+        config["epochs"] = None
     if job:
         config["run_dir"] = str(Path(config["run_dir"], job))
     if "model.n_vocab" not in given and isinstance(config.get("model"), dict):

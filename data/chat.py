@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 
 from common.settings import JsonDict, UserError
-from data.shards import TokenizerId, TokenStream
+from data.shards import TokenizerId
 from data.tokenizer_base import Tokenizer
 
-MARKERS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-ROLES = ("system", "user", "assistant")
+_UNTRAINED = "<|untrained|>"
+MARKERS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", _UNTRAINED)
+"""The last is in datasets only. Models read <|assistant|> there, and do not learn the answer."""
+ROLES = ("system", "user", "assistant", "untrained")
+ANSWERS = ("assistant", "untrained")
 NO_ROLE = "a message whose role is not system, user or assistant"
 _TOOLS = ("tool", "function", "ipython")
-_CHUNK = 1024  # tokens before a window that are read at a time
 
 
 class ChatTokenizer(Tokenizer):
@@ -42,10 +44,11 @@ class ChatTokenizer(Tokenizer):
         self.name = f"{inner.name}+chat"
         self.tokens = [*inner.tokens, *markers]
         self.eot_id = inner.eot_id
-        self.role_ids = {role: inner.n_vocab + i for i, role in enumerate(ROLES)}
+        ids = {marker: inner.n_vocab + i for i, marker in enumerate(MARKERS)}
+        self.role_ids = {role: ids[f"<|{role}|>"] for role in ROLES}
         """The id of each role's marker."""
         self.assistant_id = self.role_ids["assistant"]
-        self.end_id = self.n_vocab - 1
+        self.end_id = ids["<|end|>"]
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -91,7 +94,7 @@ class ChatTokenizer(Tokenizer):
         ids: list[int] = []
         for role, text in messages:
             ids += [self.role_ids[role], *self.encode(text)]
-            if role == "assistant":
+            if role in ANSWERS:
                 ids.append(self.end_id)
         if answer:
             ids.append(self.assistant_id)
@@ -112,7 +115,7 @@ def parse_message(message: Any) -> tuple[str, str]:
         role = "system"
     if role in _TOOLS:
         raise UserError("a message to or from a tool")
-    if role not in ROLES:
+    if role not in ROLES[:3]:
         raise UserError(NO_ROLE)
     if role == "assistant" and (message.get("tool_calls") or message.get("function_call")):
         raise UserError("a message to or from a tool")
@@ -129,27 +132,26 @@ def parse_message(message: Any) -> tuple[str, str]:
     return role, text
 
 
-def in_answers(stream: TokenStream, start: int, ids: np.ndarray) -> np.ndarray:
-    """Return whether the token after each of `ids` (n,) is part of an answer, bool (n,).
+def as_read(ids: np.ndarray, n_vocab: int) -> np.ndarray:
+    """Return ids of a dataset of conversations as models read them: int64 (n,)."""
+    first_marker = n_vocab - len(MARKERS)
+    assistant_id = first_marker + MARKERS.index("<|assistant|>")
+    return np.where(ids == first_marker + MARKERS.index(_UNTRAINED), assistant_id, ids)
 
-    The last marker or <|endoftext|> decides: tokens after the assistant's marker are its answer,
-    <|end|> included.
+
+def answer_targets(ids: np.ndarray, n_vocab: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the token ids of a conversation and the targets after them, int64 (n,) both.
+
+    The last marker decides: what follows the assistant's is a target, <|end|> included. Other
+    targets are -1.
 
     Args:
-        start: where `ids` begin in the stream.
+        ids: <|endoftext|> and the conversation, (n + 1,), as the dataset holds them.
+        n_vocab: ids of the dataset's tokenizer, the last of which are the markers.
     """
-    first_marker = stream.n_vocab - len(MARKERS)
-    assistant_id = first_marker + MARKERS.index("<|assistant|>")
-
-    def decides(tokens: np.ndarray) -> np.ndarray:
-        return (tokens >= first_marker) | (tokens == stream.eot_id)
-
-    context = ids[:0]
-    while context.size < start and not decides(context).any():
-        stop = start - context.size
-        n_more = max(_CHUNK, context.size)  # twice as many every time
-        context = np.concatenate([stream.read(max(0, stop - n_more), stop), context])
-    tokens = np.concatenate([context, ids])
-    places = np.where(decides(tokens), np.arange(tokens.size), 0)
-    last_place = np.maximum.accumulate(places)
-    return (tokens[last_place] == assistant_id)[context.size :]
+    first_marker = n_vocab - len(MARKERS)
+    places = np.where(ids >= first_marker, np.arange(ids.size), 0)
+    last_marker = ids[np.maximum.accumulate(places)]
+    in_answer = last_marker == first_marker + MARKERS.index("<|assistant|>")
+    tokens = as_read(ids, n_vocab)
+    return tokens[:-1], np.where(in_answer[:-1], tokens[1:], -1)

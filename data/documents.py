@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.files import open_file
-from data.shards import HEADER, RECORD, Manifest, Shard, SplitName, check_file, damaged
+from data.shards import HEADER, RECORD, Manifest, Shard, SplitName, TokenStream, check_file, damaged
 
 
 class Origin(NamedTuple):
@@ -70,6 +70,19 @@ def _find(
     if problem is not None:
         raise damaged(dataset_dir / shard.index_file, problem)
     return records[: np.searchsorted(ends, last) + 1], begin
+
+
+def document_ends(stream: TokenStream) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the ends of a split's documents in it, and their sets, int64 (n,), shard by shard.
+
+    Raises:
+        UserError: an index is damaged.
+    """
+    shard_start = 0
+    for shard in stream.manifest.splits[stream.split].shards:
+        records = read_index(stream.dataset_dir, stream.manifest, shard)
+        yield shard_start + records["end"].astype(np.int64), np.array(shard.sets)[records["set"]]
+        shard_start += shard.tokens
 
 
 def open_index(dataset_dir: Path, shard: Shard) -> np.ndarray:

@@ -7,17 +7,17 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
 from common.numbers import ceil_div
 from common.settings import UserError
-from data.chat import in_answers
-from data.mixture import Mixture, Weights, open_mixture
+from data.chat import as_read
+from data.conversations import Conversations, Spans
+from data.mixture import Mixture, Weights, check_sets, owners_in
 from data.permutation import shuffled
-from data.shards import Manifest, TokenStream
+from data.shards import TokenStream
 
 IGNORED = -1  # the target of padding, and of what data.loss leaves out
 
@@ -27,27 +27,16 @@ Batch = tuple[np.ndarray, np.ndarray]
 def window(stream: TokenStream, start: int, stop: int) -> Batch:
     """Return tokens [start, stop) of a split and the targets after them, int64 (stop - start,)."""
     tokens = stream.read(start, stop + 1)
-    token_ids = tokens[:-1]
-    targets = tokens[1:]
-    if stream.loss == "answers":
-        targets = np.where(in_answers(stream, start, token_ids), targets, IGNORED)
-    return token_ids, targets
+    if stream.has_markers:
+        tokens = as_read(tokens, stream.n_vocab)
+    return tokens[:-1], tokens[1:]
 
 
-class TrainBatches:
-    """The training batches of a run: `batch(step)` depends only on dataset, seed and step.
+class Windows:
+    """A split cut into rows of seq_len targets, one after the other; a shorter rest is left out."""
 
-    The stream is cut into windows of seq_len targets. Every epoch takes each window exactly once,
-    in its own order; a batch may span two epochs. With a `mixture`, every set has epochs of its
-    own.
-    """
-
-    def __init__(self, stream: TokenStream, seq_len: int, batch_size: int, seed: int) -> None:
-        """Set up for batches of `batch_size` sequences of `seq_len` tokens.
-
-        Raises:
-            UserError: the split is shorter than one window.
-        """
+    def __init__(self, stream: TokenStream, seq_len: int) -> None:
+        """Raises UserError if the split is shorter than one window."""
         if stream.n_tokens < seq_len + 1:
             raise UserError(
                 f"{seq_len=} needs {seq_len + 1} tokens, split '{stream.split}' has "
@@ -55,24 +44,55 @@ class TrainBatches:
             )
         self.stream = stream
         self.seq_len = seq_len
+
+    def __len__(self) -> int:
+        return (self.stream.n_tokens - 1) // self.seq_len
+
+    def owners(self) -> np.ndarray:
+        """Return the set that most tokens of each row are from, (n_rows,)."""
+        return owners_in(self.stream, len(self), self.seq_len)
+
+    def spans(self, row: int) -> Spans:
+        """Return where the row's tokens and its last target are in the split."""
+        return [(row * self.seq_len, (row + 1) * self.seq_len + 1)]
+
+    def read(self, row: int) -> Batch:
+        """Return the token ids and targets of a row, int64 (seq_len,)."""
+        return window(self.stream, row * self.seq_len, (row + 1) * self.seq_len)
+
+
+Rows = Windows | Conversations
+
+
+def open_rows(stream: TokenStream, seq_len: int) -> Rows:
+    """Return a split's conversations if the loss is on answers, else its windows.
+
+    Raises:
+        UserError: the split has no row.
+    """
+    return (Conversations if stream.loss == "answers" else Windows)(stream, seq_len)
+
+
+class TrainBatches:
+    """The training batches of a run: `batch(step)` depends only on dataset, seed and step.
+
+    Every epoch takes each row of the split exactly once, in its own order; a batch may span two
+    epochs. Rows are windows of the text, or with data.loss=answers whole conversations. With a
+    `mixture`, every set has epochs of its own.
+    """
+
+    def __init__(self, rows: Rows, batch_size: int, seed: int) -> None:
+        self.rows = rows
         self.batch_size = batch_size
         self.seed = seed
-        self.n_windows = (stream.n_tokens - 1) // seq_len
         self.mixture: Mixture | None = None
         """None: the corpus as it is."""
 
-    def mix(self, dataset_dir: Path, manifest: Manifest, weights: Weights) -> None:
-        """Draw sequences from the dataset's sets by their weights. Errors are `open_mixture`'s."""
-        self.mixture = open_mixture(dataset_dir, manifest, weights, self.seq_len, self.seed)
-
-    def starts(self, step: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return where rows [start, stop) of the batch `step` begin in the split.
-
-        Returns:
-            int64 (stop - start,).
-        """
-        rows = np.arange(start, self.batch_size if stop is None else stop)
-        return self.windows(step * self.batch_size + rows) * self.seq_len
+    def mix(self, weights: Weights) -> None:
+        """Draw sequences from the dataset's sets by their weights. Errors are those of Mixture."""
+        check_sets(self.rows.stream, weights)
+        names = self.rows.stream.manifest.set_names
+        self.mixture = Mixture(self.rows.owners(), names, weights, self.seed)
 
     def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
         """Return rows [start, stop) of the global batch `step`.
@@ -80,18 +100,20 @@ class TrainBatches:
         Returns:
             token_ids and targets, int64 (stop - start, seq_len).
         """
-        begins = self.starts(step, start, stop).tolist()
-        token_ids = np.empty((len(begins), self.seq_len), np.int64)
+        numbers = self.numbers(step, start, stop)
+        token_ids = np.empty((len(numbers), self.rows.seq_len), np.int64)
         targets = np.empty_like(token_ids)
-        for row, begin in enumerate(begins):
-            token_ids[row], targets[row] = window(self.stream, begin, begin + self.seq_len)
+        for place, number in enumerate(numbers.tolist()):
+            token_ids[place], targets[place] = self.rows.read(number)
         return token_ids, targets
 
-    def windows(self, sequences: np.ndarray) -> np.ndarray:
-        """Return the window of each sequence, counted from the run's first: int64 (n,)."""
+    def numbers(self, step: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Return which of the split's rows are [start, stop) of a batch: int64 (stop - start,)."""
+        stop = self.batch_size if stop is None else stop
+        sequences = step * self.batch_size + np.arange(start, stop)
         if self.mixture is not None:
-            return self.mixture.windows(sequences)
-        return shuffled(sequences, self.n_windows, key=str(self.seed))
+            return self.mixture.rows(sequences)
+        return shuffled(sequences, len(self.rows), key=str(self.seed))
 
 
 class EvalBatches:
@@ -121,32 +143,67 @@ class EvalBatches:
     def __len__(self) -> int:
         return self.n_windows
 
-    @property
-    def has_targets(self) -> bool:
-        """Whether any window has a target, such as a token of an answer."""
-        return any((self.rows(i, i + 1)[1] >= 0).any() for i in range(len(self)))
-
     def bounds(self, window: int) -> tuple[int, int]:
         """Return [start, stop) of a window's tokens in the split. Targets are one token later."""
         start = window * self.total // self.n_windows * self.stride
         return start, min(start + self.seq_len, self.stream.n_tokens - 1)
 
+    def spans(self, window: int) -> Spans:
+        """Return where a window's targets are in the split."""
+        start, stop = self.bounds(window)
+        return [(start + 1, stop + 1)]
+
     def rows(self, start: int, stop: int) -> Batch:
-        """Return windows [start, stop): token_ids and targets, int64 (stop - start, seq_len).
+        """Return windows [start, stop): token_ids and targets, int64 (stop - start, seq_len)."""
+        shape = max(0, stop - start), self.seq_len
+        token_ids = np.empty(shape, np.int64)
+        targets = np.empty(shape, np.int64)
+        for row in range(len(token_ids)):
+            token_ids[row], targets[row] = self.read(start + row)
+        return token_ids, targets
+
+    def read(self, number: int) -> Batch:
+        """Return the token ids and targets of a window, int64 (seq_len,).
 
         A short window is filled with <|endoftext|> and targets of -1. Positions that the previous
         window covers also have the target -1.
         """
-        n_rows = max(0, stop - start)
-        token_ids = np.full((n_rows, self.seq_len), self.stream.eot_id, np.int64)
-        targets = np.full((n_rows, self.seq_len), IGNORED, np.int64)
-        for row in range(n_rows):
-            first, end = self.bounds(start + row)
-            length = end - first
-            token_ids[row, :length], targets[row, :length] = window(self.stream, first, end)
-            if first > 0:
-                targets[row, : self.seq_len - self.stride] = IGNORED
+        token_ids = np.full(self.seq_len, self.stream.eot_id, np.int64)
+        targets = np.full(self.seq_len, IGNORED, np.int64)
+        start, stop = self.bounds(number)
+        token_ids[: stop - start], targets[: stop - start] = window(self.stream, start, stop)
+        if start > 0:
+            targets[: self.seq_len - self.stride] = IGNORED
         return token_ids, targets
+
+
+class EvalConversations(EvalBatches):
+    """The rows of a split's conversations: every answer once, or `n_windows` rows spread evenly."""
+
+    def __init__(self, stream: TokenStream, seq_len: int, n_windows: int | None = None) -> None:
+        self.stream = stream
+        self.seq_len = seq_len
+        self.stride = seq_len
+        self.packed = Conversations(stream, seq_len)
+        self.total = len(self.packed)
+        self.n_windows = self.total if n_windows is None else min(n_windows, self.total)
+
+    def spans(self, window: int) -> Spans:
+        """Return where a row's targets are in the split."""
+        return self.packed.spans(window * self.total // self.n_windows)
+
+    def read(self, number: int) -> Batch:
+        """Return the token ids and targets of a row, int64 (seq_len,)."""
+        return self.packed.read(number * self.total // self.n_windows)
+
+
+def eval_batches(
+    stream: TokenStream, seq_len: int, n_windows: int | None = None, stride: int | None = None
+) -> EvalBatches:
+    """Return a split's conversations if the loss is on answers, else its windows."""
+    if stream.loss == "answers":
+        return EvalConversations(stream, seq_len, n_windows)
+    return EvalBatches(stream, seq_len, n_windows, stride)
 
 
 class CutWindows(EvalBatches):

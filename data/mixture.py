@@ -17,7 +17,6 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
-from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
@@ -26,9 +25,9 @@ from pydantic import Field
 from common.console import Track
 from common.numbers import ceil_div
 from common.settings import Settings, UserError
-from data.documents import read_index
+from data.documents import document_ends
 from data.permutation import shuffled
-from data.shards import Manifest
+from data.shards import TokenStream
 
 PERIOD = 1_000_000
 """The order of sets repeats after at most this many sequences.
@@ -51,16 +50,24 @@ class DataConfig(Settings, defaults="train:data"):
     once an epoch.
     """
     document_reset: bool
-    """Whether the documents of a window don't see each other.
+    """Whether the documents of a window don't see each other. Conversations never do.
 
     The <|endoftext|> that ends a document begins the next.
     """
     loss: Literal["all", "answers"]
-    """Which tokens are targets: all, or in conversations the assistant's and <|end|> after them."""
+    """Which tokens are targets: all, or in conversations the assistant's and <|end|> after them.
+
+    With answers, rows are whole conversations, as data/conversations.py packs them.
+    """
+
+    @property
+    def keeps_apart(self) -> bool:
+        """Whether documents don't see each other."""
+        return self.document_reset or self.loss == "answers"
 
     def reset_at(self, eot_id: int) -> int | None:
-        """The id of <|endoftext|> if documents are kept apart (document_reset), else None."""
-        return eot_id if self.document_reset else None
+        """The id of <|endoftext|> if documents are kept apart, else None."""
+        return eot_id if self.keeps_apart else None
 
 
 def epochs(passes: float) -> str:
@@ -110,7 +117,7 @@ class Mixture:
                 descriptions.append(f"{name} {share:.3%} ({epochs(n * share / windows.size)})")
         return ", ".join(descriptions)
 
-    def windows(self, sequences: np.ndarray) -> np.ndarray:
+    def rows(self, sequences: np.ndarray) -> np.ndarray:
         """Return the window of each sequence, counted from the run's first: int64 (n,)."""
         periods, places = np.divmod(sequences, self._order.size)
         sets = self._order[places]
@@ -124,38 +131,32 @@ class Mixture:
         return windows
 
 
-def open_mixture(
-    dataset_dir: Path, manifest: Manifest, weights: Weights, seq_len: int, seed: int
-) -> Mixture:
-    """Open the mixture of a dataset's training split.
-
-    Raises:
-        UserError: a set does not exist, all weights are 0, or an index is damaged.
-    """
-    split = manifest.splits["train"]
-    unknown = sorted(weights.keys() - split.sets.keys())
+def check_sets(stream: TokenStream, weights: Weights) -> None:
+    """Raise UserError if a weight is of a set that the split does not have."""
+    sets = stream.manifest.splits[stream.split].sets
+    unknown = sorted(weights.keys() - sets.keys())
     if unknown:
         raise UserError(
             f"data.mixture gives a weight to {unknown[0]!r}, which is not a set of "
-            f"dataset_dir={dataset_dir}: its sets are {', '.join(sorted(split.sets))}"
+            f"dataset_dir={stream.dataset_dir}: its sets are {', '.join(sorted(sets))}"
         )
-    n_windows = (split.total.tokens - 1) // seq_len
-    documents = _documents(dataset_dir, manifest)
-    owners = owners_of_windows(documents, len(manifest.set_names), n_windows, seq_len)
-    return Mixture(owners, manifest.set_names, weights, seed)
 
 
-def _documents(dataset_dir: Path, manifest: Manifest) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the ends of the training documents in their split, and their sets, shard by shard."""
-    split = manifest.splits["train"]
-    shard_start = 0
-    with Track("finding the sets of windows, documents", split.total.documents) as track:
-        for shard in split.shards:
-            records = read_index(dataset_dir, manifest, shard)
-            ends = shard_start + records["end"].astype(np.int64)
-            yield ends, np.array(shard.sets)[records["set"]]
-            track.advance(records.size)
-            shard_start += shard.tokens
+def owners_in(stream: TokenStream, n_windows: int, seq_len: int) -> np.ndarray:
+    """Return the set that most tokens of each window of a split are from, (n_windows,).
+
+    Raises:
+        UserError: an index is damaged.
+    """
+    n_documents = stream.manifest.splits[stream.split].total.documents
+    with Track("finding the sets of windows, documents", n_documents) as track:
+
+        def documents() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+            for ends, sets in document_ends(stream):
+                yield ends, sets
+                track.advance(ends.size)
+
+        return owners_of_windows(documents(), len(stream.manifest.set_names), n_windows, seq_len)
 
 
 def owners_of_windows(

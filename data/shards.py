@@ -303,6 +303,9 @@ class TokenStream:
                 "prepare it with data=chat, or use data.loss=all"
             )
         self.loss = loss
+        self.dataset_dir = dataset_dir
+        self.manifest = manifest
+        self.has_markers = bool(manifest.tokenizer.markers)
         shards = manifest.splits[split].shards
         self.split = split
         self.dtype = manifest.dtype

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.settings import JsonDict, UserError
 from data.documents import sets_between
-from data.loader import CutWindows, EvalBatches
+from data.loader import CutWindows, EvalBatches, eval_batches
 from data.shards import Manifest, TokenStream
 from inference.eval_report import draw_evaluation, show_evaluation
 from inference.load import Loaded, ModelConfig, load, open_dataset
@@ -88,7 +88,9 @@ def run_evaluation(config: EvaluateConfig) -> None:
         show_evaluation(result, str(checkpoint.path))
         if world.is_main:
             plan.loaded.write_result(result, config, "eval")
-            checkpoint.write_result("eval.png", draw_evaluation(result, checkpoint.state.seq_len))
+            if result["by_position"]:
+                picture = draw_evaluation(result, checkpoint.state.seq_len)
+                checkpoint.write_result("eval.png", picture)
 
 
 def open_evaluation(config: EvaluateConfig) -> Evaluation:
@@ -114,8 +116,15 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
         raise UserError(
             f"stride={config.stride} would skip text between windows of {seq_len} tokens: lower it"
         )
+    if loss == "answers" and (config.stride or config.contexts):
+        raise UserError(
+            "stride and contexts are for texts, and this loss is on the answers of conversations: "
+            "leave them out, or give dataset_dir= of a text"
+        )
     longest = min(stream.n_tokens - 1, loaded.gpt.config.max_len or stream.n_tokens)
     contexts = config.contexts
+    if contexts is None and loss == "answers":
+        contexts = []
     if contexts is None:
         contexts = [context for context in _CONTEXTS if context <= longest]
     lengths = {"contexts": max(contexts, default=0), "seq_len": config.seq_len or 0}
@@ -128,11 +137,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
     n_windows = None
     if config.batches is not None:
         n_windows = config.batches * max(1, state.batch_tokens // seq_len)
-    windows = EvalBatches(stream, seq_len, n_windows, config.stride)
-    if not windows.has_targets:
-        raise UserError(
-            f"batches={config.batches} has no answer to evaluate: give more, or null for all"
-        )
+    windows = eval_batches(stream, seq_len, n_windows, config.stride)
     return Evaluation(config, loaded, dataset_dir, manifest, windows, sorted(set(contexts)))
 
 
@@ -140,6 +145,7 @@ def measure(plan: Evaluation, world: World) -> JsonDict:
     """The content of eval.json; every process calls this."""
     config = plan.config
     windows = plan.windows
+    of_answers = windows.stream.loss == "answers"  # places in a row of several say nothing
     gpt = plan.loaded.place(world.device, autocast=True)
     byte_lengths = torch.from_numpy(plan.loaded.tokenizer.byte_lengths).to(world.device)
     by_set = LossSums(len(plan.manifest.set_names), byte_lengths)
@@ -165,7 +171,7 @@ def measure(plan: Evaluation, world: World) -> JsonDict:
         "sets": {
             name: figures(set_losses[name]) for name in largest_first if set_losses[name].tokens
         },
-        "by_position": by_position.by_position(world)[0],
+        "by_position": [] if of_answers else by_position.by_position(world)[0],
         "contexts": [
             _measure_context(plan, gpt, context, byte_lengths, world) for context in plan.contexts
         ],
@@ -194,10 +200,12 @@ def _sets(plan: Evaluation, first: int, n_windows: int) -> Tensor:
     sets = np.zeros((n_windows, plan.windows.seq_len), np.int64)
     if len(plan.manifest.set_names) > 1:
         for row in range(n_windows):
-            begin, stop = plan.windows.bounds(first + row)
-            sets[row, : stop - begin] = sets_between(
-                plan.dataset_dir, plan.manifest, plan.config.split, begin + 1, stop + 1
-            )
+            length = 0
+            for start, stop in plan.windows.spans(first + row):
+                sets[row, length : length + stop - start] = sets_between(
+                    plan.dataset_dir, plan.manifest, plan.config.split, start, stop
+                )
+                length += stop - start
     return torch.from_numpy(sets)
 
 

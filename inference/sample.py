@@ -35,6 +35,8 @@ class SampleConfig(SamplingConfig, ModelConfig, defaults="sample"):
 
     prompt: str
     """Text to continue; "-" reads it from standard input; empty: a text from its beginning."""
+    message: str
+    """A message to a chat model, which answers it."""
     prompt_file: Path | None
     """Read the prompt from this file instead."""
     prompts_file: Path | None
@@ -78,16 +80,20 @@ class SampleConfig(SamplingConfig, ModelConfig, defaults="sample"):
     def _go_together(self) -> "SampleConfig":
         prompts = {
             "prompt": self.prompt,
+            "message": self.message,
             "prompt_file": self.prompt_file,
             "prompts_file": self.prompts_file,
         }
         keys = [key for key, value in prompts.items() if value]
         if len(keys) > 1:
             raise ValueError(f"{' and '.join(keys)} are both given: give one")
-        if self.system and not self.interactive:
+        if self.system and not (self.interactive or self.message):
             raise ValueError(
-                "system is for conversations: give interactive=true too, or put it into prompt"
+                "system is for conversations: give interactive=true or message too, or put it into "
+                "prompt"
             )
+        if self.interactive and self.message:
+            raise ValueError("interactive=true begins with prompt: give that instead of message")
         if self.interactive and (self.prompts_file or self.prompt == "-"):
             raise ValueError(
                 "a conversation with interactive=true begins with one prompt, and its lines come "
@@ -110,6 +116,8 @@ def run_sampling(config: SampleConfig) -> None:
         request = Request(
             (loaded.tokenizer.eot_id,), sampling=config, seed=config.seed, stop=config.stop
         )
+        if config.interactive or config.message:
+            request = _after_system(loaded, request, config)
         if config.interactive:
             _converse(loaded, prompts[0], request, config)
         else:
@@ -118,12 +126,19 @@ def run_sampling(config: SampleConfig) -> None:
         console.stderr = False
 
 
+def _after_system(loaded: Loaded, request: Request, config: SampleConfig) -> Request:
+    """Return the request after the system's message, if there is one."""
+    tokenizer = loaded.tokenizer
+    if isinstance(tokenizer, ChatTokenizer):
+        system = [("system", config.system)] if config.system else []
+        return replace(request, ids=(*request.ids, *tokenizer.encode_chat(system)))
+    for key in ("system", "message"):
+        if getattr(config, key):
+            raise UserError(f"{key} is for chat models, which this is not: put it into prompt")
+    return request
+
+
 def _converse(loaded: Loaded, prompt: str, request: Request, config: SampleConfig) -> None:
-    if config.system:
-        if not isinstance(loaded.tokenizer, ChatTokenizer):
-            raise UserError("system is for chat models, which this is not: put it into prompt")
-        system = loaded.tokenizer.encode_chat([("system", config.system)])
-        request = replace(request, ids=(*request.ids, *system))
     conversation = Conversation(loaded.gpt, loaded.tokenizer, request)
     if not conversation.chat:
         conversation.add(prompt)
@@ -137,6 +152,8 @@ def _continue(loaded: Loaded, prompts: list[str], request: Request, config: Samp
     """Print every continuation in order, one while it grows; the others grow with it."""
     tokenizer = loaded.tokenizer
     is_text = config.output == "text"
+    if isinstance(tokenizer, ChatTokenizer) and not config.message:
+        say("this chat model continues prompt as a text: to ask it a question, give message")
     engine = Engine(loaded.gpt, tokenizer.n_vocab, config.micro_batch, end_ids=tokenizer.end_ids)
     samples = _samples(loaded, prompts, request, config, engine)
     engine.submit(sample for _, sample in samples)
@@ -146,7 +163,7 @@ def _continue(loaded: Loaded, prompts: list[str], request: Request, config: Samp
         for i, (prompt, sample) in enumerate(samples):
             if is_text:
                 heading = _heading(i, len(prompts), config.num_samples, sample.request.seed)
-                show(heading + prompt)
+                show(heading + (f"> {prompt}\n" if config.message else prompt))
             for text in stream(engine, sample):
                 if is_text:
                     show(text)
@@ -172,7 +189,11 @@ def _samples(
     tokenizer = loaded.tokenizer
     samples = []
     for prompt in prompts:
-        ids = (*request.ids, *tokenizer.encode(prompt))
+        new = tokenizer.encode(prompt)
+        if config.message:
+            assert isinstance(tokenizer, ChatTokenizer)
+            new = tokenizer.encode_chat([("user", prompt)], answer=True)
+        ids = (*request.ids, *new)
         continuation = replace(request, ids=ids, max_tokens=config.max_new_tokens)
         engine.check(continuation)
         if len(prompts) == 1:
@@ -218,7 +239,9 @@ def read_prompts(config: SampleConfig) -> list[str]:
     elif config.prompts_file:
         source = f"prompts_file={path}"
     try:
-        text = sys.stdin.read(_LONGEST) if config.prompt == "-" else config.prompt
+        text = config.prompt or config.message
+        if text == "-":
+            text = sys.stdin.read(_LONGEST)
         if path:
             with path.open(encoding="utf-8", newline="") as file:
                 text = file.read(_LONGEST)
@@ -242,7 +265,10 @@ def read_prompts(config: SampleConfig) -> list[str]:
         if not prompts:
             raise UserError(f"prompts_file={path} has no prompts: write one per line")
         return prompts
-    if path or config.prompt == "-":  # a file, and what `echo` prints, end with a new line
+    if path or "-" in (
+        config.prompt,
+        config.message,
+    ):  # a file, and what `echo` prints, end with a new line
         text = re.sub(r"\r?\n\Z", "", text)
     return [text]
 
@@ -366,7 +392,7 @@ def converse(conversation: Conversation, max_new_tokens: int, message: str = "")
     elif message:
         show(f"> {message}\n")
     seconds = 0.0
-    text = message or _ask()
+    text = message or _ask(echo="> " if conversation.chat else "")
     while text is not None:
         if text or not conversation.chat:
             started = time.perf_counter()
@@ -376,7 +402,7 @@ def converse(conversation: Conversation, max_new_tokens: int, message: str = "")
         if conversation.left == 0:
             say("the conversation has reached the model's last position: start a new one")
             break
-        text = _ask()
+        text = _ask(echo="> " if conversation.chat else "")
     say_rate(conversation.n_tokens, seconds, "")
 
 
@@ -395,8 +421,11 @@ def _show_answer(conversation: Conversation, text: str, max_new_tokens: int) -> 
     return "\n"
 
 
-def _ask() -> str | None:
-    """What a person types, with lines that end in a backslash joined; None: the input has ended."""
+def _ask(echo: str) -> str | None:
+    """What a person types, with lines that end in a backslash joined; None: the input has ended.
+
+    Lines from a pipe are shown, after `echo`.
+    """
     typing = sys.stdin.isatty() and sys.stdout.isatty()
     text = ""
     while True:
@@ -410,6 +439,8 @@ def _ask() -> str | None:
             show("(that line was not UTF-8: type it again)\n")
             continue
         if not line.endswith("\\"):
+            if not typing and text + line:
+                show(f"{echo}{text}{line}\n" if echo else text + line)
             return text + line
         text += line.removesuffix("\\") + "\n"
 

@@ -66,7 +66,7 @@ class FixedSettings(Settings):
 
     @model_validator(mode="after")
     def _documents_fit(self) -> Self:
-        if self.data.document_reset:
+        if self.data.keeps_apart:
             self.model.check_documents()
         return self
 

@@ -107,8 +107,8 @@ MUTATIONS = [
     Mutation(
         "denominator",
         "trainer/step.py",
-        "scale=world.size / divisor",
-        "scale=world.size / divisor / len(micro_batches)",
+        "scale=world.size / n_valid",
+        "scale=world.size / n_valid / len(micro_batches)",
         "the gradient is divided by the number of micro-batches, too",
         "tests/trainer/test_micro_batch.py",
     ),

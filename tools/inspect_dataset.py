@@ -9,8 +9,9 @@ from pydantic import NonNegativeInt, PositiveInt
 from common.command_line import Items
 from common.console import say, show_table
 from common.settings import UserError
-from data.loader import TrainBatches
-from data.prepare.inspect import documents_table, sets_table, window_text
+from data.conversations import Spans
+from data.loader import TrainBatches, open_rows
+from data.prepare.inspect import documents_table, row_text, sets_table
 from data.shards import Manifest, SplitName, TokenStream, read_manifest
 from runtime.checkpoint import open_checkpoint
 from runtime.state import TrainState
@@ -49,18 +50,19 @@ def inspect(
                 f"the run's last checkpoint is of step {state.step}: this is what step {step} "
                 "would read"
             )
-        return _show(
-            dataset_dir,
-            manifest,
-            "train",
-            batches.starts(step - 1).tolist(),
-            batches.seq_len + 1,
-            tokens,
-        )
-    n_tokens = manifest.splits[split].total.tokens
-    places = window + [randrange(max(1, n_tokens)) for _ in range(random)]
+        rows = [batches.rows.spans(row) for row in batches.numbers(step - 1).tolist()]
+        return _show(batches.rows.stream, rows, tokens)
+    stream = TokenStream(dataset_dir, manifest, split)
+    if stream.has_markers:
+        stream.loss = "answers"
+    places = window + [randrange(max(1, stream.n_tokens)) for _ in range(random)]
     for token in places:
-        _show(dataset_dir, manifest, split, [token], tokens, tokens)
+        if not 0 <= token < stream.n_tokens:
+            raise UserError(
+                f"token {token} is not in '{split}', which has {stream.n_tokens:,} tokens: "
+                "give a lower number"
+            )
+        _show(stream, [[(token, min(token + tokens, stream.n_tokens))]], tokens)
     if not places:
         show_table(sets_table(manifest))
 
@@ -73,32 +75,22 @@ def _batches(
         raise UserError(
             f"{what}: give dataset_dir={state.dataset_dir}, or prepare that again as it was"
         )
-    stream = TokenStream(dataset_dir, manifest, "train")
-    batches = TrainBatches(stream, state.seq_len, state.batch_size, state.seed)
+    stream = TokenStream(dataset_dir, manifest, "train", state.data.loss)
+    batches = TrainBatches(open_rows(stream, state.seq_len), state.batch_size, state.seed)
     if state.data.mixture is not None:
-        batches.mix(dataset_dir, manifest, state.data.mixture)
+        batches.mix(state.data.mixture)
     return batches
 
 
-def _show(
-    dataset_dir: Path,
-    manifest: Manifest,
-    split: SplitName,
-    starts: list[int],
-    length: int,
-    n_tokens: int,
-) -> None:
-    """Show the documents behind windows of `length` tokens of a split, and the first `n_tokens` of
-    each as text."""
-    shown = min(length, n_tokens)
-    texts = [window_text(dataset_dir, manifest, split, start, shown) for start in starts]
-    show_table(
-        documents_table(dataset_dir, manifest, split, [(start, start + length) for start in starts])
-    )
+def _show(stream: TokenStream, rows: list[Spans], n_tokens: int) -> None:
+    """Show the documents behind rows, and the first `n_tokens` of each as text."""
+    texts = [row_text(stream, spans, n_tokens) for spans in rows]
+    show_table(documents_table(stream, rows))
+    if stream.loss == "answers":
+        say("⟦ and ⟧ enclose the targets: the answers that are trained")
     for row, text in enumerate(texts):
         if len(texts) > 1:
-            say(
-                f"--- row {row}, {'all' if shown == length else f'the first {shown}'} of "
-                f"{length} tokens:"
-            )
+            length = sum(stop - start for start, stop in rows[row])
+            shown = "all" if length <= n_tokens else f"the first {n_tokens:,}"
+            say(f"--- row {row}, {shown} of {length:,} tokens:")
         say(text)

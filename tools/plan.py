@@ -48,6 +48,10 @@ class PlanConfig(TrainConfig, defaults="plan"):
 
     @model_validator(mode="after")
     def _plan_fits(self) -> "PlanConfig":
+        if self.epochs is not None:
+            raise ValueError(
+                f"epochs={self.epochs:g} is of a dataset, which this does not read: give max_steps"
+            )
         if self.n_device % (together := self.runtime.context_parallel):
             raise ValueError(
                 f"runtime.context_parallel={together} does not divide n_device={self.n_device}"

@@ -5,11 +5,16 @@ from statistics import harmonic_mean, mean
 
 from common.console import Track, count, say, warn
 from common.settings import JsonDict
+from data.conversations import Conversations
+from data.loader import EvalConversations
 from data.mixture import epochs
 from model.attention import AttentionConfig
 from runtime.device import is_compiled
+from trainer.config import TrainConfig
 from trainer.mup import ratios
 from trainer.start import Run
+
+_MANY_EPOCHS = 20
 
 
 def announce(run: Run, last: tuple[int, float] | None) -> None:
@@ -19,9 +24,15 @@ def announce(run: Run, last: tuple[int, float] | None) -> None:
         last: the last step of a run that goes on, and its learning rate.
     """
     say("\n".join(start_lines(run)))
+    config = run.config
+    n_epochs = config.last_step * config.batch_size / len(run.batches.rows)
+    if n_epochs > _MANY_EPOCHS and run.batches.mixture is None:
+        warn(
+            f"the run reads its data {epochs(n_epochs)} long, and learns it by heart: "
+            "give epochs=3, fewer max_steps, or more data"
+        )
     if last is None:
         return
-    config = run.config
     schedule = config.schedule
     max_lr = config.optim.max_lr
     step, before = last
@@ -66,7 +77,8 @@ def _attention(layer: AttentionConfig) -> str:
 
 def _data(run: Run) -> str:
     config = run.config
-    n_tokens = run.batches.stream.n_tokens
+    n_tokens = run.batches.rows.stream.n_tokens
+    n_epochs = config.last_step * config.batch_size / len(run.batches.rows)
     n_read = config.tokens(config.last_step)
     tokenizer = f"tokenizer {run.tokenizer.name}, {run.tokenizer.n_vocab:,} ids"
     corpus = f"{n_tokens:,} tokens in {config.dataset_dir} ({tokenizer})"
@@ -74,7 +86,9 @@ def _data(run: Run) -> str:
     if run.batches.mixture is not None:
         shares = run.batches.mixture.shares(config.last_step * config.batch_size)
         mixed = f", drawn from {shares}"
-    return f"{corpus}; training reads {n_read:,} tokens, {epochs(n_read / n_tokens)}{mixed}"
+    rows = run.batches.rows
+    packed = f"; {rows.summary()}" if isinstance(rows, Conversations) else ""
+    return f"{corpus}{packed}; training reads {n_read:,} tokens, {epochs(n_epochs)}{mixed}"
 
 
 def _batch(run: Run) -> str:
@@ -98,7 +112,7 @@ def _schedule(run: Run) -> str:
     course = []
     if warmup:
         rise = f"rises to {max_lr:.3g} in {count(warmup, 'step')}"
-        if warmup < schedule.warmup_steps:
+        if 1 <= schedule.warmup_steps > warmup:
             rise += f" ({schedule.warmup_steps:,} would not fit)"
         course.append(rise)
     if fall > warmup:
@@ -130,11 +144,19 @@ def _device(run: Run) -> str:
 def _kept(run: Run) -> str:
     config = run.config
     windows = run.windows
+    if isinstance(windows, EvalConversations):
+        share = "all" if len(windows) == windows.total else f"{len(windows):,} of"
+        what = f"{share} {windows.total:,} rows of conversations for validation, on answers"
+        return f"{_saved(config)}, evaluated every {config.eval.every:,} on {what}"
     n_tokens = windows.stream.n_tokens - 1
     n_read = min(len(windows) * windows.seq_len, n_tokens)
     share = "all" if n_read == n_tokens else f"{n_read:,} of"
     evaluated = f"evaluated every {config.eval.every:,} on {share} {n_tokens:,} validation tokens"
-    return f"{config.run_dir}: saved every {count(config.checkpoint.every, 'step')}, {evaluated}"
+    return f"{_saved(config)}, {evaluated}"
+
+
+def _saved(config: TrainConfig) -> str:
+    return f"{config.run_dir}: saved every {count(config.checkpoint.every, 'step')}"
 
 
 class TrainingProgress(Track):

@@ -16,6 +16,8 @@ from trainer.optim import OptimConfig
 from trainer.schedule import ScheduleConfig
 from trainer.trackers import TrackerConfig
 
+_STEPS_OF_EPOCH = 30  # at least, where the dataset allows: with fewer, a small model learns little
+
 
 class EvalConfig(Settings, defaults="train:eval"):
     """Evaluation during training."""
@@ -46,6 +48,10 @@ class TrainConfig(FixedSettings, defaults="train"):
     """auto: continue the run in run_dir if there is one; never: stop with an error instead."""
     max_steps: int = Field(ge=1, lt=10**18)
     """Number of steps of the run, which the schedule spans."""
+    epochs: float | None = Field(gt=0, le=10**6)
+    """Length of the run in passes over the data, instead of max_steps. In a small dataset, an epoch
+    has 30 steps where it can, of fewer than batch_tokens, and ends with an evaluation and a
+    checkpoint. null: max_steps."""
     stop_at: int | None = Field(ge=1)
     """Save and stop after this step. The schedule still spans max_steps, and there is no extra
     evaluation. null: run to max_steps."""
@@ -55,6 +61,26 @@ class TrainConfig(FixedSettings, defaults="train"):
     checkpoint: CheckpointConfig
     eval: EvalConfig
     tracker: TrackerConfig
+
+    def for_rows(self, n_rows: int) -> "TrainConfig":
+        """Return the configuration with the steps of its epochs, for n_rows rows of training data.
+
+        The same dataset gives the same steps, so a resumed run finds what it began with.
+        """
+        if self.epochs is None:
+            return self
+        batch_size = min(self.batch_size, max(1, n_rows // _STEPS_OF_EPOCH))
+        epoch = ceil_div(n_rows, batch_size)
+        evaluation = self.eval.model_copy(update={"every": min(self.eval.every, epoch)})
+        checkpoint = self.checkpoint.model_copy(update={"every": min(self.checkpoint.every, epoch)})
+        return self.model_copy(
+            update={
+                "batch_tokens": batch_size * self.seq_len,
+                "max_steps": max(1, round(self.epochs * n_rows / batch_size)),
+                "eval": evaluation,
+                "checkpoint": checkpoint,
+            }
+        )
 
     def share_of(self, n_device: int) -> int:
         """Most sequences that each of n_device devices has in a step."""

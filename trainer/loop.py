@@ -30,13 +30,13 @@ from trainer.run_dir import check_folder, own_run
 from trainer.samples import sample
 from trainer.signals import StopSignals
 from trainer.start import Run, open_data, open_run
-from trainer.step import NO_TARGETS, MicroBatches, train_step
+from trainer.step import MicroBatches, train_step
 
 
 def check(config: TrainConfig) -> None:
     """Raise the errors of `fit` that need neither a device nor the model, and write nothing."""
     config.tracker.import_packages()
-    _, tokenizer, *_ = open_data(config)
+    _, _, tokenizer, *_ = open_data(config)
     if config.init_from is not None and newest(config.run_dir) is None:
         open_source(config.init_from, config.model, tokenizer)
 
@@ -71,6 +71,7 @@ def train(
 ) -> float | None:
     """Train in a run directory that this process owns: see `fit`."""
     run = open_run(config, runtime, world)  # as after its newest checkpoint, or new
+    config = run.config  # with the length of a run of epochs
     if run.state.step >= config.last_step:
         _say_nothing_to_train(run)
         return run.state.best_val_loss
@@ -226,13 +227,11 @@ def _skip(run: Run, reason: str) -> JsonDict:
     n_before = 0  # bad steps in a row before this one
     while step - n_before - 1 in run.state.skipped_steps:
         n_before += 1
-    halts = config.runtime.on_nonfinite == "halt" and reason != NO_TARGETS
+    halts = config.runtime.on_nonfinite == "halt"
     if halts or n_before >= config.runtime.max_bad_steps:
         often = "" if halts else f", after {n_before} bad steps in a row"
         remedy = f"lower optim.max_lr={config.optim.max_lr:g}, or see runtime.on_nonfinite"
         remedy += ", and start again"
-        if reason == NO_TARGETS:
-            remedy = "raise batch_tokens, in another run_dir"
         look = f"scripts/inspect_dataset.py run_dir={config.run_dir} step={step} shows what it read"
         what = f"step {step}: {reason}{often}; the weights are unchanged"
         raise UserError(f"{what}: {remedy}; {look}")

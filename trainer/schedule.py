@@ -6,7 +6,7 @@ Each returns a factor of `optim.max_lr`, so that a sweep over max_lr scales the 
 import math
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from common.settings import Settings
 
@@ -16,12 +16,22 @@ class _Schedule(Settings):
 
     longer: ClassVar[str | None] = "start a run of that length in another run_dir"
     """How to train longer than a finished run without a jump of the rate; None: by max_steps."""
-    warmup_steps: int = Field(ge=0)
-    """Steps until the maximum."""
+    warmup_steps: int | float = Field(ge=0)
+    """Steps until the maximum; a number between 0 and 1: this share of the run."""
+
+    @field_validator("warmup_steps")
+    @classmethod
+    def _whole(cls, steps: int | float) -> int | float:
+        if steps > 1 and steps != int(steps):
+            raise ValueError(f"{steps} is not a whole number: give one, or a share below 1")
+        return steps
 
     def warmup(self, max_steps: int) -> int:
         """Steps until the maximum in a run of max_steps: a tenth if warmup_steps do not fit."""
-        return self.warmup_steps if self.warmup_steps <= max_steps else max(1, max_steps // 10)
+        if 0 < self.warmup_steps < 1:
+            return max(1, round(self.warmup_steps * max_steps))
+        fits = self.warmup_steps <= max_steps
+        return int(self.warmup_steps) if fits else max(1, max_steps // 10)
 
     def factor(self, step: int, max_steps: int) -> float:
         """Factor of the maximum at `step`."""
@@ -45,8 +55,8 @@ class OneCycle(_Schedule, defaults="schedule/one_cycle"):
     """
 
     name: Literal["one_cycle"]
-    warmup_steps: int = Field(ge=1)
-    """Steps until the maximum."""
+    warmup_steps: int | float = Field(gt=0)
+    """Steps until the maximum; a number below 1: this share of the run."""
     start: float = Field(gt=0, le=1)
     """First learning rate, as a factor of the maximum."""
     end: float = Field(ge=0, le=1)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from common.console import say
 from common.settings import JsonDict, UserError
-from data.loader import EvalBatches, TrainBatches
+from data.loader import EvalBatches, TrainBatches, eval_batches, open_rows
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPT, call_layer
@@ -76,10 +76,10 @@ def open_run(config: TrainConfig, runtime: Runtime, world: World) -> Run:
     Raises:
         UserError: data, configuration, checkpoint or processes do not fit each other.
     """
-    manifest, tokenizer, batches, windows = open_data(config)
+    config, manifest, tokenizer, batches, windows = open_data(config)
     _check_processes(config, runtime, world, manifest)
     if config.data.mixture is not None:
-        batches.mix(config.dataset_dir, manifest, config.data.mixture)
+        batches.mix(config.data.mixture)
     checkpoint = find_checkpoint(config.run_dir, world)
     if checkpoint is not None and config.resume == "never":
         what = f"run_dir={config.run_dir} holds a run, and resume=never"
@@ -121,8 +121,10 @@ def open_run(config: TrainConfig, runtime: Runtime, world: World) -> Run:
     return run
 
 
-def open_data(config: TrainConfig) -> tuple[Manifest, Tokenizer, TrainBatches, EvalBatches]:
-    """Open the dataset of a run, without a mixture.
+def open_data(
+    config: TrainConfig,
+) -> tuple[TrainConfig, Manifest, Tokenizer, TrainBatches, EvalBatches]:
+    """Open the dataset of a run, without a mixture, and return the configuration for it.
 
     Raises:
         UserError: there is none, it is too small, its tokenizer has more ids than the model, or
@@ -148,13 +150,12 @@ def open_data(config: TrainConfig) -> tuple[Manifest, Tokenizer, TrainBatches, E
     if val.n_tokens < 2:
         what = f"dataset_dir={folder} has no text in its split val"
         raise UserError(f"{what}: prepare it with val_tokens")
-    batches = TrainBatches(train, config.seq_len, config.batch_size, config.seed)
+    rows = open_rows(train, config.seq_len)
+    config = config.for_rows(len(rows))
+    batches = TrainBatches(rows, config.batch_size, config.seed)
     n_windows = config.eval.batches and config.eval.batches * config.batch_size
-    windows = EvalBatches(val, config.seq_len, n_windows)
-    if not windows.has_targets:
-        what = f"eval.batches={config.eval.batches} has no answer to evaluate"
-        raise UserError(f"{what}: give more, or null for all")
-    return manifest, tokenizer, batches, windows
+    windows = eval_batches(val, config.seq_len, n_windows)
+    return config, manifest, tokenizer, batches, windows
 
 
 def _check_processes(

@@ -12,9 +12,6 @@ from runtime.device import Runtime
 from runtime.distributed import World
 from trainer.long_sequences import backward_in_chunks
 
-NO_TARGETS = "none of its targets is counted"
-"""Why a step was refused that data.loss=answers leaves without answers."""
-
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
 """Token ids and targets, int64 (sequences, seq_len); targets below 0 are not counted. Keep them on
 the CPU, in pinned memory if a GPU trains: counting targets on the GPU would wait for it."""
@@ -92,13 +89,12 @@ def train_step(
     tiles_before = exact_tiles.clone()
     n_valid_here = sum(float((targets >= 0).sum()) for _, targets in micro_batches)
     n_valid = world.sum(torch.full((), n_valid_here, dtype=torch.float64, device=world.device))
-    divisor = n_valid.clamp(min=1)
     loss_here = accumulate_gradients(
         summed_loss,
         micro_batches,
         runtime,
         world,
-        scale=world.size / divisor,
+        scale=world.size / n_valid,
         abandon=asked_to_stop if world.size == 1 else lambda: False,
     )
     if loss_here is None:
@@ -108,9 +104,9 @@ def train_step(
     sums = world.sum(torch.stack([loss_here, asked_here, tiles_here]))
     norm = world.unshard(nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]))
     # Nothing else in a step makes the CPU wait for a GPU.
-    results = torch.stack([sums[0] / divisor, norm.double(), sums[1], sums[2], n_valid])
-    loss, grad_norm, asked, tiles, n_targets = results.tolist()
-    refused = refuse(loss, grad_norm) if n_targets else NO_TARGETS
+    results = torch.stack([sums[0] / n_valid, norm.double(), sums[1], sums[2]])
+    loss, grad_norm, asked, tiles = results.tolist()
+    refused = refuse(loss, grad_norm)
     if refused is None:
         if grad_clip is not None:
             nn.utils.clip_grads_with_norm_(params, grad_clip, norm)

@@ -15,7 +15,13 @@ from common.settings import JsonDict, Settings, UserError
 from data.chat import ChatTokenizer
 from data.prepare.encode import Item, Skipped, encode_all
 from data.prepare.finish import finish
-from data.prepare.items import NO_TEXT, OUT_OF_RANGE, REMEDIES, Position
+from data.prepare.items import (
+    NO_CONVERSATION,
+    NO_TEXT,
+    OUT_OF_RANGE,
+    REMEDIES,
+    Position,
+)
 from data.prepare.sources import (
     ChatSource,
     HubSource,
@@ -271,7 +277,7 @@ def _read(
 
 def _check_first(config: PrepareConfig, skipped: list[Skipped], n_items: int) -> None:
     """Raise UserError if a wrong setting is why most of the first items were skipped."""
-    for reason in (NO_TEXT, OUT_OF_RANGE):
+    for reason in (NO_TEXT, NO_CONVERSATION, OUT_OF_RANGE):
         places = [item.where for item in skipped if item.reason == reason]
         if 2 * len(places) > n_items:
             what = reason

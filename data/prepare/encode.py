@@ -39,6 +39,8 @@ class Encoded(NamedTuple):
     utf8_bytes: int
     place: float
     """From 0 to 1. It depends on the text alone, and decides the split."""
+    unread: tuple[str, ...] = ()
+    """As in Document."""
 
 
 class Skipped(NamedTuple):
@@ -148,7 +150,9 @@ def _encode_document(document: Document, position: Position, tokenizer: Tokenize
     content = document.content
     if isinstance(content, list):
         assert isinstance(tokenizer, ChatTokenizer)
-        content = np.array(tokenizer.encode_chat(content))
+        ids = np.array(tokenizer.encode_chat(content))
+        (encoded,) = _split_ids(ids, document.set_name, position, tokenizer)
+        return [encoded._replace(unread=document.unread)]
     if not isinstance(content, str):
         return _split_ids(content, document.set_name, position, tokenizer)
     if tokenizer.name == "none":

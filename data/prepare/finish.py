@@ -74,7 +74,19 @@ def finish(folder: Path, plan: Plan, out_dir: Path) -> Manifest | None:
             raise
         _move(folder, [*moves, (folder / TOKENIZER, TOKENIZER)], manifest, out_dir)
     _summarize(out_dir, manifest, first_skipped)
+    _warn_of_unread(list(spans.values()))
     return manifest
+
+
+def _warn_of_unread(spans: list[Span]) -> None:
+    """Name the keys of conversations that say more than was read."""
+    counts: Counter[str] = Counter()
+    for span in spans:
+        for key, (n, _) in span.unread.items():
+            counts[key] += n
+    if counts:
+        listed = ", ".join(f"{key} in {count(n, 'conversation')}" for key, n in counts.items())
+        warn(f"not read, although it changes what is said: {listed}")
 
 
 def _first_skipped(spans: list[Span]) -> dict[str, str]:

@@ -1,14 +1,15 @@
 """Shows a dataset: a table of its sets, its text, and the documents of a training step."""
 
 import unicodedata
-from pathlib import Path
 
+import numpy as np
 from rich import box
 from rich.table import Table
 
-from common.settings import UserError
+from data.chat import answer_targets
+from data.conversations import Spans
 from data.documents import documents_in
-from data.shards import TOKENIZER, Manifest, SplitName, TokenStream
+from data.shards import TOKENIZER, Manifest, TokenStream
 from data.tokenizer import load_tokenizer
 
 
@@ -33,46 +34,62 @@ def sets_table(manifest: Manifest) -> Table:
     return table
 
 
-def window_text(
-    dataset_dir: Path, manifest: Manifest, split: SplitName, start: int, n_tokens: int
-) -> str:
-    """Return the text of up to `n_tokens` tokens from number `start` of a split.
+def row_text(stream: TokenStream, spans: Spans, n_tokens: int) -> str:
+    """Return the text of the first `n_tokens` tokens of a row, with control characters escaped.
 
-    Control characters are escaped.
-
-    Raises:
-        UserError: the split does not have this token.
+    With the loss on answers, ⟦ and ⟧ enclose the targets.
     """
-    stream = TokenStream(dataset_dir, manifest, split)
-    if not 0 <= start < stream.n_tokens:
-        raise UserError(
-            f"token {start} is not in '{split}', which has {stream.n_tokens} tokens: "
-            "give a lower number"
-        )
-    ids = stream.read(start, min(start + n_tokens, stream.n_tokens)).tolist()
     # Not decode_bytes: tokens without text are shown by their names.
-    tokens = load_tokenizer(dataset_dir / TOKENIZER).tokens
-    return visible(b"".join(tokens[i] for i in ids).decode(errors="replace"), kept="\n\t")
+    tokens = load_tokenizer(stream.dataset_dir / TOKENIZER).tokens
+    text = b""
+    for start, stop in spans:
+        stop = min(stop, start + n_tokens)
+        n_tokens -= stop - start
+        marked = np.zeros(stop - start, bool)
+        if stream.loss == "answers":
+            marked = _are_targets(stream, start, stop)
+        open_before = False
+        for token_id, is_target in zip(stream.read(start, stop).tolist(), marked, strict=True):
+            if is_target != open_before:
+                text += ("⟦" if is_target else "⟧").encode()
+            text += tokens[token_id]
+            open_before = is_target
+        text += "⟧".encode() if open_before else b""
+    return visible(text.decode(errors="replace"), kept="\n\t")
 
 
-def documents_table(
-    dataset_dir: Path, manifest: Manifest, split: SplitName, windows: list[tuple[int, int]]
-) -> Table:
-    """Return a table of the documents in windows [start, stop) of a split, and their inputs."""
-    table = _table(["set", "input"], ["number", "its tokens", "of", "row", "at token of the split"])
-    for row, (start, stop) in enumerate(windows):
-        for document in documents_in(dataset_dir, manifest, split, start, stop):
-            begin = max(start, document.start)
-            end = min(stop, document.stop)
-            table.add_row(
-                visible(document.set_name),
-                visible(document.input),
-                f"{document.number}",
-                f"{begin - document.start:,} - {end - document.start:,}",
-                f"{document.stop - document.start:,}",
-                f"{row}",
-                f"{begin}",
-            )
+def _are_targets(stream: TokenStream, start: int, stop: int) -> np.ndarray:
+    """Return whether tokens [start, stop) of conversations are targets, bool (stop - start,)."""
+    are_targets = np.zeros(stop - start, bool)
+    for document in documents_in(stream.dataset_dir, stream.manifest, stream.split, start, stop):
+        ids = np.append(stream.eot_id, stream.read(document.start, min(document.stop, stop)))
+        _, targets = answer_targets(ids, stream.n_vocab)
+        first = max(start, document.start)
+        are_targets[first - start : document.stop - start] = targets[first - document.start :] >= 0
+    return are_targets
+
+
+def documents_table(stream: TokenStream, rows: list[Spans]) -> Table:
+    """Return a table of the documents in rows of a split, and their inputs."""
+    table = _table(
+        ["set", "input"],
+        ["document", "tokens read", "document tokens", "row", "first token in split"],
+    )
+    where = stream.dataset_dir, stream.manifest, stream.split
+    for row, spans in enumerate(rows):
+        for start, stop in spans:
+            for document in documents_in(*where, start, stop):
+                begin = max(start, document.start)
+                end = min(stop, document.stop)
+                table.add_row(
+                    visible(document.set_name),
+                    visible(document.input),
+                    f"{document.number:,}",
+                    f"{begin - document.start:,} - {end - document.start:,}",
+                    f"{document.stop - document.start:,}",
+                    f"{row}",
+                    f"{begin:,}",
+                )
     return table
 
 

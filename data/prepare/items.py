@@ -32,6 +32,7 @@ class Unreadable(Exception):
 
 NO_TEXT = "missing text"
 """The reason for a document without its text_field."""
+NO_CONVERSATION = "no conversation"
 NOT_JSON = "malformed JSON"
 NOT_UTF8 = "invalid UTF-8"
 BINARY = "binary data"
@@ -42,9 +43,12 @@ NOT_IDS = "not a list of ids"
 LONG_WINDOW = "zstd window above 128 MB"
 REMEDIES = {
     NO_TEXT: "give the key that holds their text",
+    NO_CONVERSATION: 'give data.text_field=KEY of its messages, or write {"messages": [{"role": '
+    '"user", "content": "Hello"}, ...]}, {"conversations": [{"from": "human", "value": "Hello"}, '
+    '...]}, or {"instruction": "Say hello", "input": "", "output": "Hello"}',
     NOT_JSON: "write one JSON object a line, or read plain text with data=text, CSV with data=hf",
     NOT_IDS: "write ids as integers, read texts with data=jsonl, conversations with data=chat, or "
-    "with data=hf from a column named messages or completion",
+    "with data=hf data.chat=true",
     NOT_UTF8: "convert it with iconv -f ENCODING -t utf-8, where ENCODING is the one it was "
     "written in, such as cp1252 or utf-16",
     BINARY: "unpack archives, extract the text of PDF files, convert UTF-16 with iconv -f utf-16 "
@@ -78,6 +82,8 @@ class Document(NamedTuple):
     content: str | np.ndarray | list[tuple[str, str]]
     """A text, the ids of one that were made elsewhere, or a conversation."""
     set_name: str
+    unread: tuple[str, ...] = ()
+    """Keys of a conversation that say more than is read, such as "tools", once each."""
 
 
 CountBytes = Callable[[int], object]

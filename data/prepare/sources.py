@@ -20,8 +20,10 @@ from data.prepare.archives import COMPRESSED, parse_line, read_lines, read_text
 from data.prepare.files import matches, some_of
 from data.prepare.items import (
     ARRAY,
+    NO_CONVERSATION,
     NO_TEXT,
     NOT_IDS,
+    NOT_JSON,
     CountBytes,
     Document,
     Position,
@@ -59,7 +61,8 @@ class Source(Settings):
             raise raw.content
         content, set_name = self.content_and_set(raw.content)
         if self.is_chat:
-            return Document(_conversation(content), set_name)
+            messages, record = content
+            return Document(_conversation(messages), set_name, _unread_keys(record, messages))
         if isinstance(content, list):
             if not all(type(value) is int and -(2**63) <= value < 2**63 for value in content):
                 raise Unreadable(NOT_IDS)
@@ -148,16 +151,56 @@ def _conversation(messages: Any) -> list[tuple[str, str]]:
     """Return (role, text) of each message of a conversation to learn from. Raises Unreadable."""
     if not isinstance(messages, list):
         raise Unreadable("messages is not a list")
-    try:
-        parsed = [parse_message(message) for message in messages]
-    except UserError as error:
-        raise Unreadable(str(error)) from None
-    answers = [text for role, text in parsed if role == "assistant"]
-    if not answers:
-        raise Unreadable("a conversation without an answer")
-    if not all(map(str.strip, answers)):
+    parsed = []
+    for message in map(_as_openai, messages):
+        try:
+            role, text = parse_message(message)
+        except UserError as error:
+            raise Unreadable(str(error)) from None
+        if role == "assistant" and not _is_trained(message):
+            role = "untrained"
+        parsed.append((role, text))
+    if not any(role == "assistant" for role, _ in parsed):
+        raise Unreadable("a conversation without an answer to learn")
+    if not all(text.strip() for role, text in parsed if role == "assistant"):
         raise Unreadable("an empty answer")
     return parsed
+
+
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
+_UNREAD = {"history", "functions", "tools"}
+_UNREAD_OF_MESSAGE = {"name", "reasoning", "reasoning_content", "thinking"}
+
+
+def _as_openai(message: Any) -> Any:
+    """Return a message of ShareGPT as OpenAI writes it, and others as they are."""
+    if not isinstance(message, dict) or "from" not in message:
+        return message
+    role = message["from"]
+    role = _SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
+    return {**message, "role": role, "content": message.get("value")}
+
+
+def _is_trained(message: JsonDict) -> bool:
+    """Whether an answer is a target: "weight" may be 0, "train" or "trainable" false."""
+    weight = message.get("weight")
+    if weight not in (None, 0, 1):
+        raise Unreadable("a weight other than 0 and 1")
+    return (
+        weight != 0 and message.get("train") is not False and message.get("trainable") is not False
+    )
+
+
+def _unread_keys(record: Any, messages: list[Any]) -> tuple[str, ...]:
+    """Return the keys of a record and of its messages that change its meaning and are not read."""
+    keys = (
+        _UNREAD & {key for key, value in record.items() if value}
+        if isinstance(record, dict)
+        else set()
+    )
+    for message in messages:
+        keys |= _UNREAD_OF_MESSAGE & {key for key, value in message.items() if value}
+    return tuple(sorted(keys))
 
 
 def _size(path: Path) -> int:
@@ -263,8 +306,7 @@ class NamedFiles(FileSource):
                 yield Unreadable("line too long")
                 continue
             begin = line[:100].strip() if number == 0 else b""
-            # A line of chat may be a list of messages.
-            if begin == b"[" or (begin.startswith(b"[") and not self.is_chat):
+            if begin.startswith(b"[") and not self.is_chat:
                 raise Unreadable(ARRAY)
             yield line if line.strip() else None
 
@@ -321,9 +363,9 @@ class JsonlSource(NamedFiles, defaults="data/jsonl"):
 
 
 class ChatSource(NamedFiles, defaults="data/chat"):
-    """Conversations as JSON lines."""
+    """Conversations as JSON lines, or as one JSON array."""
 
-    suffixes: ClassVar[tuple[str, ...]] = JSON_LINES
+    suffixes: ClassVar[tuple[str, ...]] = (*JSON_LINES, ".json")
 
     name: Literal["chat"]
 
@@ -331,6 +373,39 @@ class ChatSource(NamedFiles, defaults="data/chat"):
     def is_chat(self) -> bool:
         """Always."""
         return True
+
+    def read(self, path: Path, seen: CountBytes) -> Iterator[Any]:
+        """Yield the lines of a file, or the items of the array that it is."""
+        head = next(read_lines(path, lambda _: None), None)
+        if not _begins_array(head):
+            yield from super().read(path, seen)
+            return
+        lines = [line or b"" for line in read_lines(path, seen)]
+        records = parse_line(b"\n".join(lines))
+        if not isinstance(records, list):
+            raise Unreadable(NOT_JSON)
+        yield from records
+
+    def content_and_set(self, content: Any) -> tuple[Any, str]:
+        """Return the messages of a line or an item."""
+        if isinstance(content, bytes | bytearray):
+            content = parse_line(content)
+        return _of_chat(content, self)
+
+
+def _begins_array(line: bytes | bytearray | None) -> bool:
+    """Whether a file that begins with this line is one array of conversations.
+
+    A line may also be one conversation, a list of messages, as nanochat writes them.
+    """
+    if line is None or not line.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+        return False
+    try:
+        items = parse_line(line)
+    except Unreadable:  # it goes on in the next line
+        return True
+    first = items[0] if items else None
+    return not (isinstance(first, dict) and first.keys() & {"role", "from"})
 
 
 class HubSource(Source, defaults="data/hf"):
@@ -357,15 +432,21 @@ class HubSource(Source, defaults="data/hf"):
     data_files: PathText | list[PathText] | None
     """Only these files, in the hub's dataset or, for a builder, here; null: all."""
     text_field: str
-    """The column that holds the text, or `messages` or `completion`, which hold conversations.
+    """The column that holds the text, or the messages of conversations.
 
     The set is `meta.pile_set_name` where there is one, else `name`.
     """
 
+    chat: bool
+    """Whether the rows are conversations, in a shape that data=chat reads.
+
+    They are in any case if text_field is messages, conversations or completion.
+    """
+
     @property
     def is_chat(self) -> bool:
-        """Whether the column is one of conversations."""
-        return self.text_field in ("messages", "completion")
+        """Whether the rows are conversations."""
+        return self.chat or self.text_field in ("messages", "conversations", "completion")
 
     def inputs(self) -> dict[str, int | None]:
         """Return the dataset as one input.
@@ -403,9 +484,8 @@ class HubSource(Source, defaults="data/hf"):
             rows = self._open(number)
             for row in rows:
                 number += 1
-                content = {
-                    key: row[key] if key in (self.text_field, *_BESIDE) else None for key in row
-                }
+                read = row.keys() if self.is_chat else (self.text_field, "meta")
+                content = {key: row[key] if key in read else None for key in row}
                 text = str(content) if self.is_chat else content.get(self.text_field)
                 size = len(text) if isinstance(text, str | list) else 0
                 yield Raw(Position(self.path, number), content, size)
@@ -422,7 +502,7 @@ class HubSource(Source, defaults="data/hf"):
 
     def content_and_set(self, content: Any) -> tuple[Any, str]:
         """Return what a row holds."""
-        return _of_record(content, self)
+        return _of_chat(content, self) if self.is_chat else _of_record(content, self)
 
     def _open(self, first: int) -> Any:
         """Open the stream after its first rows. The library itself retries lost connections."""
@@ -454,7 +534,6 @@ _ADVICE = (
     "repeat the command, it continues from what is written; or copy the files to this machine and "
     "give data.path=FOLDER, if they are JSON lines with data=jsonl"
 )
-_BESIDE = ("prompt", "completion", "meta")  # what a record may hold beside its text
 _HTTP_CLIENTS = {"aiohttp", "httpcore", "httpcore2", "httpx", "httpx2"}
 
 
@@ -504,38 +583,69 @@ def _end_of_passage(text: str, start: int) -> int:
 
 
 def _of_record(record: Any, source: NamedFiles | HubSource) -> tuple[Any, str]:
-    """Return the text, ids or messages of a record, and its set. Raises Unreadable."""
-    if source.is_chat and isinstance(record, list):  # as nanochat writes a conversation
-        first = record[0] if record else None
-        if isinstance(first, dict) and {source.text_field, "completion"} & first.keys():
-            raise Unreadable(ARRAY)
-        return record, source.name
+    """Return the text or ids of a record, and its set. Raises Unreadable."""
     fields = record if isinstance(record, dict) else {}
     content = fields.get(source.text_field)
-    if source.is_chat and (content is None or source.text_field == "completion"):
-        content = _messages(fields)
     if content is None:
-        keys = [repr(key[:40]) for key in fields if key != source.text_field]
-        raise Unreadable(NO_TEXT, about=f" with {some_of(keys)}" if keys else "")
+        raise _lacking(NO_TEXT, fields, source)
+    return content, _set_of(fields, source)
+
+
+def _of_chat(record: Any, source: NamedFiles | HubSource) -> tuple[tuple[Any, Any], str]:
+    """Return the messages of a record with the record itself, and its set. Raises Unreadable."""
+    if isinstance(record, list):  # as nanochat writes a conversation
+        return (record, None), source.name
+    fields = record if isinstance(record, dict) else {}
+    messages = _messages(fields, source.text_field)
+    if messages is None:
+        raise _lacking(NO_CONVERSATION, fields, source)
+    return (messages, fields), _set_of(fields, source)
+
+
+def _lacking(reason: str, fields: JsonDict, source: NamedFiles | HubSource) -> Unreadable:
+    """Build the error for a record without its text, which names the keys that it has."""
+    keys = [repr(key[:40]) for key in fields if key != source.text_field]
+    return Unreadable(reason, about=f" with {some_of(keys)}" if keys else "")
+
+
+def _set_of(fields: JsonDict, source: NamedFiles | HubSource) -> str:
     meta = fields.get("meta")
     name = meta.get("pile_set_name") if isinstance(meta, dict) else None
     if not isinstance(name, str) or not name.isprintable() or name == "":
-        name = source.name  # names are printed to terminals
-    return content, name
+        return source.name  # names are printed to terminals
+    return name
 
 
-def _messages(record: JsonDict) -> Any:
-    """Return the messages of a prompt and its completion; None without a completion.
+def _messages(record: JsonDict, text_field: str) -> Any:
+    """Return the messages of a record; None if it has none of the known shapes.
 
-    Both may be texts or lists of messages.
+    The key `text_field`, messages or conversations holds them, of OpenAI's or ShareGPT's keys; or
+    there are a prompt and its completion, which may be lists of messages; or Alpaca's instruction,
+    input and output.
     """
-    prompt = record.get("prompt")
-    completion = record.get("completion")
-    if completion is None:
+    system = record.get("system")
+    before = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
+    for key in (text_field, "messages", "conversations"):
+        messages = record.get(key)
+        if messages is not None and key not in ("completion", "output"):
+            return before + messages if isinstance(messages, list) else messages
+    question = record.get("prompt")
+    answer = record.get("completion")
+    if answer is None:
+        question = record.get("instruction")
+        answer = record.get("output")
+        more = record.get("input")
+        if isinstance(question, str) and isinstance(more, str) and more:
+            question = f"{question}\n\n{more}" if question else more
+    if answer is None:
         return None
-    if isinstance(prompt, list) and isinstance(completion, list):
-        return prompt + completion
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    if isinstance(question, list) and isinstance(answer, list):
+        return before + question + answer
+    return [
+        *before,
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+    ]
 
 
 def _source_for(path: str) -> str:

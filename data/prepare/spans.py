@@ -130,6 +130,8 @@ class Span(Settings):
     """Those with documents, each with one shard."""
     skipped: dict[str, tuple[int, str]]
     """Skipped items by reason: their number, and the place of the first."""
+    unread: dict[str, tuple[int, str]]
+    """Conversations by a key that they have and that is not read, in the same way."""
 
     @property
     def tokens(self) -> int:
@@ -320,6 +322,7 @@ def _write_span(
     val_inputs = set(plan.val_inputs)
     set_names: dict[str, int] = {}
     skipped: dict[str, tuple[int, str]] = {}
+    unread: dict[str, tuple[int, str]] = {}
     last: Position | None = None
     n_tokens = 0
     shards: dict[SplitName, _Shard] = {}
@@ -328,9 +331,10 @@ def _write_span(
             for item in items:
                 last = item.position
                 if isinstance(item, Skipped):
-                    n_skipped, first = skipped.get(item.reason, (0, item.where))
-                    skipped[item.reason] = (n_skipped + 1, first)
+                    _count(skipped, item.reason, item.where)
                     continue
+                for key in item.unread:
+                    _count(unread, key, str(item.position))
                 if plan.val_tokens:
                     is_val = n_before + n_tokens < plan.val_tokens
                 elif val_inputs:
@@ -353,9 +357,16 @@ def _write_span(
         set_names=list(set_names),
         splits=splits,
         skipped=skipped,
+        unread=unread,
     )
     write_json(directory / SPAN, span.model_dump(mode="json"))
     return span
+
+
+def _count(counts: dict[str, tuple[int, str]], key: str, place: str) -> None:
+    """Count a key, and keep its first place."""
+    n, first = counts.get(key, (0, place))
+    counts[key] = (n + 1, first)
 
 
 def number_of(set_name: str, set_names: dict[str, int]) -> int:

@@ -35,7 +35,7 @@ class LongformerConfig(SharedHeadSettings, defaults="model/attention/longformer"
     def check_documents(self) -> None:
         raise ValueError(
             "longformer's global tokens are the first of a window, not of a document: "
-            "use another attention with data.document_reset=true"
+            "use another attention with data.document_reset=true or data.loss=answers"
         )
 
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "LongformerAttention":

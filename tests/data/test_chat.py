@@ -1,15 +1,13 @@
 """Conversations as ids: the tokenizer with markers, and what a list of messages may be."""
 
-import itertools
 import json
 
 import numpy as np
 import pytest
 
-import data.chat
 from common.settings import UserError
-from data.chat import MARKERS, ChatTokenizer, parse_message
-from data.loader import IGNORED, EvalBatches, TrainBatches
+from data.chat import MARKERS, ChatTokenizer, answer_targets, parse_message
+from data.loader import IGNORED
 from data.tokenizer import (
     BytesConfig,
     GPT2Config,
@@ -38,10 +36,10 @@ def inner(request, rank_file, dataset_dir, tmp_path):
 
 def test_markers_come_after_the_last_id_and_text_never_has_them(inner, tmp_path):
     chat, n = ChatTokenizer(inner), inner.n_vocab
-    assert (chat.name, chat.n_vocab, chat.eot_id) == (f"{inner.name}+chat", n + 4, inner.eot_id)
-    assert [chat.tokens[i].decode() for i in range(n, n + 4)] == list(MARKERS)
+    assert (chat.name, chat.n_vocab, chat.eot_id) == (f"{inner.name}+chat", n + 5, inner.eot_id)
+    assert [chat.tokens[i].decode() for i in range(n, n + 5)] == list(MARKERS)
     assert (chat.assistant_id, chat.end_id) == (n + 2, n + 3)
-    assert chat.byte_lengths.tolist() == [*inner.byte_lengths, 0, 0, 0, 0]
+    assert chat.byte_lengths.tolist() == [*inner.byte_lengths, 0, 0, 0, 0, 0]
     spelled = "a<|user|>b<|end|><|endoftext|>"
     assert chat.encode(spelled) == inner.encode(spelled)
     assert chat.decode_bytes([n, *chat.encode("hi"), n + 3]) == b"hi"
@@ -88,6 +86,7 @@ NO_TEXT = "a message whose content is not text"
         ("hello", NO_ROLE),
         (message("a", ["user"]), NO_ROLE),
         (message("a", "critic"), NO_ROLE),
+        (message("a", "untrained"), NO_ROLE),
         (message("a", "tool"), OF_TOOLS),
         (message(None, "assistant", tool_calls=[{}]), OF_TOOLS),
         (message(None, "assistant", function_call={"name": "f"}), OF_TOOLS),
@@ -105,59 +104,16 @@ def test_a_message(given, expected):
             parse_message(given)
 
 
-EOT, SYSTEM, USER, ASSISTANT, END = 9, 10, 11, 12, 13  # of 14 ids; 0 to 8 are text
-
-
-class Stream:
-    """Ids in memory, in place of a split."""
-
-    split, eot_id, n_vocab, loss = "train", EOT, 14, "answers"
-
-    def __init__(self, ids):
-        self.ids, self.n_tokens = np.array(ids), len(ids)
-
-    def read(self, start, stop):
-        assert 0 <= start <= stop <= self.n_tokens
-        return self.ids[start:stop]
-
-
-def targets_by_definition(ids):
-    """The target after each token but the last, -1 where it is not of an answer: one token after the other."""
-    targets, answers = [], False
-    for token, following in itertools.pairwise(ids):
-        if token >= EOT:
-            answers = token == ASSISTANT
-        targets.append(int(following) if answers else IGNORED)
-    return targets
-
-
-def drawn(seed):
-    """Documents of text and markers in any order, with long stretches without any."""
-    rng, ids = np.random.default_rng(seed), []
-    while len(ids) < 200:
-        special = rng.choice([EOT, SYSTEM, USER, ASSISTANT, ASSISTANT, END])
-        ids += [special, *rng.integers(0, 9, rng.choice([0, 1, 2, 5, 30]))]
-    return ids
-
-
-TWO = [USER, 1, ASSISTANT, 2, 3, END, USER, 4, ASSISTANT, 5, END, EOT, 6, 7, EOT, SYSTEM, 8, USER, 0, ASSISTANT, 1, END]
-
-
-@pytest.mark.parametrize("seq_len", [1, 2, 3, 7, 64])
-@pytest.mark.parametrize("ids", [TWO, [1, 2, *TWO], *map(drawn, range(5))])
-def test_windows_count_the_tokens_of_answers_wherever_they_begin(ids, seq_len, monkeypatch):
-    monkeypatch.setattr(data.chat, "_CHUNK", 4)
-    stream, truth = Stream(ids), targets_by_definition(ids)
-    if seq_len < len(ids):
-        batches = TrainBatches(stream, seq_len, 3, seed=1)
-        token_ids, targets = batches.batch(2)
-        for begin, row, wanted in zip(batches.starts(2), token_ids, targets, strict=True):
-            assert row.tolist() == list(ids[begin : begin + seq_len])
-            assert wanted.tolist() == truth[begin : begin + seq_len]
-    for stride in (None, 1, max(1, seq_len // 2)):
-        windows, found = EvalBatches(stream, seq_len, stride=stride), {}
-        for i, row in enumerate(windows.rows(0, len(windows))[1]):
-            places = windows.bounds(i)[0] + np.flatnonzero(row != IGNORED)
-            assert not found.keys() & {*places.tolist()}, "every target once"
-            found |= dict(zip(places.tolist(), row[row != IGNORED].tolist(), strict=True))
-        assert found == {i: target for i, target in enumerate(truth) if target != IGNORED}
+def test_targets_are_the_tokens_of_answers_with_their_end(inner):
+    """From the definition: one message after the other."""
+    chat = ChatTokenizer(inner)
+    messages = [*TALK[:3], ("user", "again?"), ("untrained", "no"), *TALK[3:]]
+    ids, wanted = [chat.eot_id], []
+    for role, text in messages:
+        marker = chat.assistant_id if role == "untrained" else chat.role_ids[role]
+        said = [*chat.encode(text), *([chat.end_id] if role in ("assistant", "untrained") else [])]
+        ids += [marker, *said]
+        wanted += [IGNORED, *(said if role == "assistant" else [IGNORED] * len(said))]
+    token_ids, targets = answer_targets(np.array([chat.eot_id, *chat.encode_chat(messages)]), chat.n_vocab)
+    assert token_ids.tolist() == ids[:-1]
+    assert targets.tolist() == wanted

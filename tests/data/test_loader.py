@@ -8,14 +8,14 @@ import pytest
 
 from common.settings import UserError
 from data import permutation
-from data.loader import EvalBatches, TrainBatches
+from data.loader import EvalBatches, TrainBatches, open_rows
 from data.permutation import permute
 
 
 class FakeStream:
     """Token i is i: no files, any length."""
 
-    split, eot_id, loss = "train", -7, "all"
+    split, eot_id, loss, has_markers = "train", -7, "all", False
 
     def __init__(self, n_tokens):
         self.n_tokens = n_tokens
@@ -34,8 +34,8 @@ def test_permute_is_a_bijection(n):
 def test_a_batch_is_windows_of_the_stream(make_stream):
     tokens = np.random.default_rng(0).integers(0, 999, 120)
     stream = make_stream(tokens[:50], tokens[50:90], tokens[90:], shard_tokens=30)
-    batches = TrainBatches(stream, seq_len=7, batch_size=4, seed=3)
-    assert batches.n_windows == 17
+    batches = TrainBatches(open_rows(stream, seq_len=7), batch_size=4, seed=3)
+    assert len(batches.rows) == 17
     windows = {tuple(tokens[begin : begin + 8]) for begin in range(0, 119, 7)}
     for step in range(20):
         token_ids, targets = batches.batch(step)
@@ -48,8 +48,8 @@ def test_a_batch_is_windows_of_the_stream(make_stream):
 
 @pytest.mark.parametrize(("n_tokens", "batch_size"), [(701, 10), (708, 16), (71, 32), (8, 5)])
 def test_every_epoch_takes_each_window_once_also_where_batches_cross_its_end(n_tokens, batch_size):
-    batches = TrainBatches(FakeStream(n_tokens), seq_len=7, batch_size=batch_size, seed=0)
-    n = batches.n_windows
+    batches = TrainBatches(open_rows(FakeStream(n_tokens), seq_len=7), batch_size=batch_size, seed=0)
+    n = len(batches.rows)
     assert n == (n_tokens - 1) // 7
     steps = -(-3 * n // batch_size)
     begins = np.concatenate([batches.batch(step)[0][:, 0] for step in range(steps)])
@@ -62,7 +62,7 @@ def test_every_epoch_takes_each_window_once_also_where_batches_cross_its_end(n_t
 
 def test_a_batch_is_a_function_of_seed_and_step_alone():
     def batch(step, seed=0):
-        return TrainBatches(FakeStream(10_000), seq_len=10, batch_size=32, seed=seed).batch(step)[0].tolist()
+        return TrainBatches(open_rows(FakeStream(10_000), seq_len=10), batch_size=32, seed=seed).batch(step)[0].tolist()
 
     assert batch(5) == batch(5)
     assert batch(5) != batch(6)
@@ -71,7 +71,9 @@ def test_a_batch_is_a_function_of_seed_and_step_alone():
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 8, 32])
 def test_ranks_share_the_global_batch(parts):
-    batches = TrainBatches(FakeStream(1000), seq_len=10, batch_size=32, seed=0)  # 99 windows: step 3 crosses an epoch
+    batches = TrainBatches(
+        open_rows(FakeStream(1000), seq_len=10), batch_size=32, seed=0
+    )  # 99 windows: step 3 crosses an epoch
     whole = batches.batch(3)
     cuts = [32 * i // parts for i in range(parts + 1)]
     for i in range(2):
@@ -106,14 +108,14 @@ def test_every_member_of_a_permutation_has_one_place(n):
 def test_a_trillion_tokens_and_1024_ranks():
     n_tokens, seq_len, ranks, share = 10**12, 1024, 1024, 64
     batch_size = ranks * share
-    batches = TrainBatches(FakeStream(n_tokens), seq_len, batch_size, seed=0)
-    n = batches.n_windows
+    batches = TrainBatches(open_rows(FakeStream(n_tokens), seq_len), batch_size, seed=0)
+    n = len(batches.rows)
     last = n // batch_size
     assert 0 < n - last * batch_size < batch_size, "step `last` crosses into the second epoch"
     for step in (0, last - 1, last, last + 1, 10**9):
-        of_ranks = [batches.windows(step * batch_size + rank * share + np.arange(share)) for rank in range(ranks)]
+        of_ranks = [batches.numbers(step, rank * share, (rank + 1) * share) for rank in range(ranks)]
         windows = np.concatenate(of_ranks)
-        assert np.array_equal(windows, batches.windows(step * batch_size + np.arange(batch_size)))
+        assert np.array_equal(windows, batches.numbers(step))
         assert windows.min() >= 0
         assert windows.max() * seq_len + seq_len + 1 <= n_tokens
         epochs, places = np.divmod(step * batch_size + np.arange(batch_size), n)
@@ -128,13 +130,14 @@ def test_a_trillion_tokens_and_1024_ranks():
 
 
 def test_numbers_do_not_overflow_at_the_end_of_a_long_run():
-    batches = TrainBatches(FakeStream(2**62), seq_len=1, batch_size=2**20, seed=2**63 - 1)
-    assert batches.n_windows == 2**62 - 1
+    batches = TrainBatches(open_rows(FakeStream(2**62), seq_len=1), batch_size=2**20, seed=2**63 - 1)
+    assert len(batches.rows) == 2**62 - 1
     token_ids, _ = batches.batch(2**42 - 1, 2**20 - 50, 2**20)  # the last step that crosses into the second epoch
     assert token_ids.min() >= 0
-    assert token_ids.max() < batches.n_windows
+    assert token_ids.max() < len(batches.rows)
     assert np.unique(token_ids).size >= 49
-    last = batches.windows(np.array([2**62 - 2, 2**62 - 1, 2**63 - 1]))
+    last = batches.numbers(0, 2**62 - 2, 2**62)
+    assert 0 <= batches.numbers(2**43 - 1, 2**20 - 1)[0] < 2**62 - 1, "sequence 2^63 - 1"
     assert inverse(last[:1], 2**62 - 1, f"{2**63 - 1}/0").tolist() == [2**62 - 2]
     assert inverse(last[1:2], 2**62 - 1, f"{2**63 - 1}/1").tolist() == [0]
 
@@ -143,7 +146,7 @@ def test_numbers_do_not_overflow_at_the_end_of_a_long_run():
 def test_memory_does_not_grow_however_much_is_read(make_stream):
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, 999, 2**20).astype(np.uint16) for _ in range(8)]
-    batches = TrainBatches(make_stream(*documents, shard_tokens=2**22), seq_len=1023, batch_size=64, seed=0)
+    batches = TrainBatches(open_rows(make_stream(*documents, shard_tokens=2**22), seq_len=1023), batch_size=64, seed=0)
     tracemalloc.start()
     for step in range(60):  # half of 16 MB
         batches.batch(step)
@@ -156,9 +159,9 @@ def test_memory_does_not_grow_however_much_is_read(make_stream):
 
 
 def test_a_split_shorter_than_a_window():
-    assert TrainBatches(FakeStream(8), seq_len=7, batch_size=1, seed=0).n_windows == 1
+    assert TrainBatches(open_rows(FakeStream(8), seq_len=7), batch_size=1, seed=0).rows.seq_len == 7
     with pytest.raises(UserError, match="seq_len=7 needs 8 tokens, split 'train' has 7"):
-        TrainBatches(FakeStream(7), seq_len=7, batch_size=1, seed=0)
+        TrainBatches(open_rows(FakeStream(7), seq_len=7), batch_size=1, seed=0)
 
 
 @pytest.mark.parametrize("stride", [None, 1, 2, 3, 6, 7])

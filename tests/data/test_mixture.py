@@ -6,8 +6,8 @@ import pytest
 from shard_files import write_shards
 
 from common.settings import UserError
-from data.loader import TrainBatches
-from data.mixture import PERIOD, Mixture, fair_order, open_mixture, owners_of_windows, whole_quotas
+from data.loader import TrainBatches, open_rows
+from data.mixture import PERIOD, Mixture, fair_order, owners_of_windows, whole_quotas
 from data.shards import Counts, Manifest, Split, TokenizerId, TokenStream
 
 SIZES = [700, 250, 49, 1]
@@ -94,7 +94,7 @@ def test_parts_are_exact_where_the_period_allows_and_rounded_where_not():
 def test_weights_multiply_natural_shares(owners, weights):
     mixture = Mixture(owners, list("abcd"), weights, seed=0)
     sequences = np.arange(50_000)
-    drawn = owners[mixture.windows(sequences)]
+    drawn = owners[mixture.rows(sequences)]
     assert np.array_equal(drawn, sets_of(mixture, sequences))
     amounts = [Fraction(str(weights.get(name, 1))) * size for name, size in zip("abcd", SIZES, strict=True)]
     shares = [amount / sum(amounts) for amount in amounts]
@@ -106,7 +106,7 @@ def test_weights_multiply_natural_shares(owners, weights):
 
 @pytest.mark.parametrize("weights", [{}, {"a": 2, "c": 7.5}])
 def test_every_window_of_a_set_comes_once_before_any_comes_again(owners, weights):
-    windows = Mixture(owners, list("abcd"), weights, seed=3).windows(np.arange(20_000))
+    windows = Mixture(owners, list("abcd"), weights, seed=3).rows(np.arange(20_000))
     for number, size in enumerate(SIZES):
         own = windows[owners[windows] == number]
         epochs = [own[i * size : (i + 1) * size] for i in range(own.size // size)]
@@ -121,20 +121,20 @@ def test_a_step_far_away_needs_none_before_it(owners):
     weights = {"a": 2, "c": 0.1}
     mixture = Mixture(owners, list("abcd"), weights, seed=0)
     begin = 10**12 + 12_345
-    far = mixture.windows(begin + np.arange(4096))
+    far = mixture.rows(begin + np.arange(4096))
     anew = Mixture(owners, list("abcd"), weights, seed=0)
-    assert np.array_equal(far[1000:], anew.windows(begin + np.arange(1000, 4096)))
+    assert np.array_equal(far[1000:], anew.rows(begin + np.arange(1000, 4096)))
     assert far.min() >= 0
     assert far.max() < owners.size
-    one_by_one = [mixture.windows(np.array([begin + i])).item() for i in range(50)]
+    one_by_one = [mixture.rows(np.array([begin + i])).item() for i in range(50)]
     assert one_by_one == far[:50].tolist()
 
 
 def test_seeds_and_sets_have_orders_of_their_own(owners):
-    first, second = (Mixture(owners, list("abcd"), {}, seed=seed).windows(np.arange(1000)) for seed in (0, 1))
+    first, second = (Mixture(owners, list("abcd"), {}, seed=seed).rows(np.arange(1000)) for seed in (0, 1))
     assert (first == second).mean() < 0.1
     halves = np.repeat(np.arange(2, dtype=np.uint8), 500)
-    windows = Mixture(halves, ["a", "b"], {}, seed=0).windows(np.arange(1000))
+    windows = Mixture(halves, ["a", "b"], {}, seed=0).rows(np.arange(1000))
     assert (windows[windows < 500] == windows[windows >= 500] - 500).mean() < 0.1
 
 
@@ -159,12 +159,12 @@ def test_a_mixture_of_a_dataset(dataset, shard_tokens):
     documents = [("AB"[n], size) for n, size in rng.integers((0, 1), (2, 60), (400, 2)).tolist()]
     folder, manifest = dataset(documents, shard_tokens, val=[("C", 5)])
     seq_len = 16
-    batches = TrainBatches(TokenStream(folder, manifest, "train"), seq_len, batch_size=8, seed=0)
-    batches.mix(folder, manifest, {"A": 3})
+    batches = TrainBatches(open_rows(TokenStream(folder, manifest, "train"), seq_len), batch_size=8, seed=0)
+    batches.mix({"A": 3})
     of_tokens = np.repeat([manifest.set_names.index(name) for name, _ in documents], [size for _, size in documents])
     sequences = np.arange(4000)
     drawn = sets_of(batches.mixture, sequences)
-    for window, number in zip(batches.windows(sequences).tolist(), drawn.tolist(), strict=True):
+    for window, number in zip(batches.mixture.rows(sequences).tolist(), drawn.tolist(), strict=True):
         inside = of_tokens[window * seq_len : (window + 1) * seq_len]
         assert (inside == number).sum() * 2 >= seq_len
     sizes = np.bincount(sets_of(batches.mixture, np.arange(10**5)), minlength=3)
@@ -186,6 +186,8 @@ def test_a_mixture_of_a_dataset(dataset, shard_tokens):
 )
 def test_a_mixture_that_cannot_be(dataset, weights, message):
     folder, manifest = dataset([("A", 100), ("B", 50), ("tiny", 1), ("A", 20)], val=[("val only", 5)])
+    batches = TrainBatches(open_rows(TokenStream(folder, manifest, "train"), 10), batch_size=8, seed=0)
     with pytest.raises(UserError, match=message):
-        open_mixture(folder, manifest, weights, seq_len=10, seed=0)
-    assert open_mixture(folder, manifest, {"tiny": 0}, seq_len=10, seed=0).quotas.tolist()[2] == 0
+        batches.mix(weights)
+    batches.mix({"tiny": 0})
+    assert batches.mixture.quotas.tolist()[2] == 0

@@ -414,13 +414,25 @@ def test_a_chat_model_answers_messages_and_another_says_what_it_does(command, ru
         shown.append(command("sample", f"checkpoint={run}", "runtime.device=cpu", "interactive=true", "prompt=2+3?"))
         assert shown[-1].status == 0, shown[-1].err
     chat, plain = shown
-    assert chat.out == "> 2+3?\n5\n6\n"
+    assert chat.out == "> 2+3?\n5\n> 4+2?\n6\n"
     assert (tmp_path / "chat" / "sample.txt").read_text() == "> 2+3?\n5\n> 4+2?\n6\n"
     assert "Type a message, and the model answers. End a line" in chat.err
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     empty = command("sample", f"checkpoint={tmp_path / 'chat'}", "runtime.device=cpu", "interactive=true")
     assert "(0 tokens)\n" in empty.err, "that none was drawn is no reason to try another prompt"
     assert plain.out.startswith("2+3?\n5")
+    draw_these(monkeypatch, [*b"5", CHAT.end_id] * 4)
+    typed = [f"checkpoint={tmp_path / 'chat'}", "runtime.device=cpu"]
+    asked = command("sample", *typed, "message=2+3?", "system=Sum.", "output=json")
+    assert json.loads(asked.out)["text"] == "5"
+    assert json.loads(asked.out)["prompt_tokens"] == len("2+3?Sum.") + 3
+    assert command("sample", *typed, "message=2+3?").out == "> 2+3?\n5\n"
+    continued = command("sample", *typed, "prompt=2+3?")
+    assert continued.out == "2+3?5\n"
+    assert "this chat model continues prompt as a text: to ask it a question, give message\n" in continued.err
+    assert_one_line(
+        command("sample", f"checkpoint={run_dir}", "runtime.device=cpu", "message=a"), "message is for chat"
+    )
     assert "this model continues texts and does not answer: train.py experiment=chat makes one" in plain.err
 
 
@@ -433,7 +445,7 @@ def test_the_system_s_message_begins_a_conversation(command, run_dir, gpt, tmp_p
     assert begun == [(EOT, *CHAT.encode_chat([("system", "Be <|end|>")]))]
     for more, why in [
         (f"checkpoint={run_dir}", "system is for chat models"),
-        ("interactive=false", "system is for conversations"),
+        ("interactive=false", "system is for conversations: give interactive=true or message"),
         ("system=\udcff", "is not in UTF-8"),
     ]:
         assert_one_line(command("sample", *typed, more), why)

@@ -217,7 +217,7 @@ def test_what_an_export_does_not_read_or_return_is_refused(given, message):
 
 
 def test_an_export_of_a_chat_model_says_how_it_talks(tmp_path):
-    begin_with(GPT(config_of(n_vocab=261)), CHAT, tmp_path / "run", seq_len=16, batch_tokens=64)
+    begin_with(GPT(config_of(n_vocab=262)), CHAT, tmp_path / "run", seq_len=16, batch_tokens=64)
     export(tmp_path / "run", tmp_path / "out")
     ends = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
     assert ends == [CHAT.eot_id, *CHAT.role_ids.values(), CHAT.end_id]

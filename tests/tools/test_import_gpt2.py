@@ -126,10 +126,10 @@ def test_training_goes_on_by_the_command_that_is_printed(folder, tmp_path, datas
 def test_it_can_be_tuned_on_conversations(folder, tmp_path, chat_dir, command):
     import_gpt2(folder, tmp_path / "again")
     typed = f"experiment=chat init_from={tmp_path / 'again'} dataset_dir={chat_dir} run_dir={tmp_path / 'chat'}".split()
-    small = ["model.pad_vocab=64", "seq_len=16", "batch_tokens=32", "max_steps=2", "runtime.device=cpu"]
+    small = ["model.pad_vocab=64", "seq_len=32", "batch_tokens=64", "max_steps=2", "runtime.device=cpu"]
     result = command("train", *typed, *small)
     assert result.status == 0, result.err
-    assert load_model(tmp_path / "chat")[0].config.n_vocab == 261
+    assert load_model(tmp_path / "chat")[0].config.n_vocab == 262
 
 
 def test_it_can_be_evaluated_and_sampled_from(folder, tmp_path, dataset_dir, command, tiny):

@@ -18,12 +18,13 @@ def talk(i):
 
 GOOD = [{"messages": talk(i)} for i in range(30)]
 BAD = {
-    "a conversation without an answer": [{"messages": talk(1)[:1]}, {"messages": []}],
+    "a conversation without an answer to learn": [{"messages": talk(1)[:1]}, {"messages": []}],
+    "a weight other than 0 and 1": [{"messages": [talk(1)[0], talk(1)[1] | {"weight": 0.5}]}],
     "a message whose content is not text": [{"completion": "b"}],
     "an empty answer": [{"prompt": "a", "completion": " \n"}],
     "lone surrogate": [{"prompt": "\ud800", "completion": "b"}],
     "messages is not a list": [{"messages": "hello"}],
-    "missing text": [{"text": "hello"}, 3],
+    "no conversation": [{"text": "hello"}, 3],
 }
 
 
@@ -96,9 +97,13 @@ def test_the_hub_s_columns_give_the_same_conversations(chat, tmp_path, text_fiel
             {"tokenizer": {"name": "none", "n_vocab": 9}},
             "conversations need a tokenizer of texts: give",
         ),
-        ([{"text": "hello", "messages": None}] * 5, {}, r"messages is missing in 5 of .*chat.jsonl:1 with 'text'\)"),
-        ([GOOD], {}, r"1 x JSON array, first .*chat.jsonl:1\): write one object a line, or use data=hf"),
-        ([{"messages": [{"from": "human", "value": "a"}]}], {}, 'chat.jsonl:1\\): write each as {"role": "user", "c'),
+        (
+            [{"text": "hello", "messages": None}] * 5,
+            {},
+            r"no conversation in 5 of .*chat.jsonl:1 with 'text'\): give data.text_field=KEY .*messages.*"
+            r"conversations.*from.*human.*instruction.*output",
+        ),
+        ([{"messages": [{"who": "human", "value": "a"}]}], {}, 'chat.jsonl:1\\): write each as {"role": "user", "c'),
         (
             BAD["messages is not a list"],
             {},
@@ -109,3 +114,51 @@ def test_the_hub_s_columns_give_the_same_conversations(chat, tmp_path, text_fiel
 def test_what_cannot_be_prepared_is_one_line(chat, records, changes, message):
     with pytest.raises(UserError, match=message):
         chat(records, **changes)
+
+
+QUESTION, ANSWER = [("user", "Sum?\n\n1 2"), ("assistant", "3")]
+SHAPES = {
+    "sharegpt": {"conversations": [{"from": "human", "value": QUESTION[1]}, {"from": "gpt", "value": "3"}]},
+    "alpaca": {"instruction": "Sum?", "input": "1 2", "output": "3"},
+    "openai": {"messages": [{"role": "user", "content": QUESTION[1]}, {"role": "assistant", "content": "3"}]},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("layout", ["lines", "array", "pretty array", "hub", "another column"])
+def test_three_shapes_give_the_same_conversation(chat, tmp_path, shape, layout):
+    record = SHAPES[shape] | {"system": "Be brief."}
+    if layout == "another column":
+        record = {{"messages": "talk", "conversations": "talk"}.get(key, key): value for key, value in record.items()}
+    records, file = [record] * 20, tmp_path / "chat.json"
+    data = {"name": "chat", "path": str(file)}
+    if layout == "hub":
+        pytest.importorskip("datasets")
+        data = {"name": "hf", "path": "json", "data_files": str(file), "text_field": "no", "chat": True}
+    if layout == "another column":
+        data["text_field"] = "talk"
+    lines = layout in ("lines", "another column")
+    indent = 1 if layout == "pretty array" else None
+    file.write_text("\n".join(map(json.dumps, records)) if lines else json.dumps(records, indent=indent))
+    chat([], data=data, val_tokens=40)
+    chat_tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer.json")
+    assert ids_in(tmp_path / "out") == [chat_tokenizer.encode_chat([("system", "Be brief."), QUESTION, ANSWER])] * 20
+
+
+def test_answers_without_weight_are_marked_and_keys_that_are_not_read_are_named_once(chat, tmp_path, capsys):
+    def answers(*extra):
+        messages = [{"role": "user", "content": "a", "name": "Eve"}]
+        for change in extra:
+            messages += [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"} | change]
+        return {"messages": messages, "tools": [{"type": "function"}]}
+
+    changes = {"weight": 0}, {"weight": 1}, {"train": False}, {"trainable": False}, {"reasoning_content": "hm"}
+    chat([answers(*changes)] * 20, val_tokens=30)
+    tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer.json")
+    markers = [i for i in ids_in(tmp_path / "out")[0] if i in (tokenizer.assistant_id, tokenizer.role_ids["untrained"])]
+    trained = [marker == tokenizer.assistant_id for marker in markers]
+    assert trained == [False, True, False, False, True]
+    named = "name in 20 conversations, reasoning_content in 20 conversations, tools in 20 conversations"
+    assert f"not read, although it changes what is said: {named}" in capsys.readouterr().err
+    with pytest.raises(UserError, match="a conversation without an answer to learn"):
+        chat([answers({"weight": 0})], out_dir=str(tmp_path / "none"))

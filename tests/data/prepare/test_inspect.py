@@ -6,10 +6,10 @@ import pytest
 import torch
 from forged import edit
 
-from data.loader import TrainBatches
+from data.loader import TrainBatches, open_rows
 from data.prepare.dataset import prepare
-from data.prepare.inspect import visible, window_text
-from data.shards import TokenStream, parse_manifest, read_manifest
+from data.prepare.inspect import visible
+from data.shards import TokenStream, read_manifest
 from trainer.loop import fit, local_micro_batches
 
 
@@ -97,7 +97,7 @@ def test_a_run_and_a_step_are_enough_and_show_the_text(command, dataset, dataset
     result = command("scripts/inspect_dataset", f"run_dir={config.run_dir}", "step=1")
     assert result.status == 0, result.err
     stream = TokenStream(dataset, read_manifest(dataset), "train")
-    ids, targets = TrainBatches(stream, config.seq_len, config.batch_size, config.seed).batch(0)
+    ids, targets = TrainBatches(open_rows(stream, config.seq_len), config.batch_size, config.seed).batch(0)
     for row, window in enumerate(np.concatenate([ids, targets[:, -1:]], axis=1).tolist()):
         text = "".join("<|endoftext|>" if i == 256 else chr(i) for i in window)
         assert f"--- row {row}, all of 17 tokens:\n{text}\n" in result.out
@@ -141,10 +141,9 @@ def test_windows_show_text_and_where_it_is_from(inspect, dataset, corpus, tokens
     assert len(re.split(r"\n(?=  set )", inspect("random=3"))) == 4
 
 
-def test_the_end_of_a_split_ends_its_last_window(dataset):
-    manifest = parse_manifest(dataset)
-    total = manifest.splits["train"].total.tokens
-    assert window_text(dataset, manifest, "train", total - 1, 100) == "<|endoftext|>"
+def test_the_end_of_a_split_ends_its_last_window(inspect, dataset):
+    total = read_manifest(dataset).splits["train"].total.tokens
+    assert inspect(f"window={total - 1}", "tokens=100").endswith("\n<|endoftext|>\n")
 
 
 def test_what_a_terminal_would_obey_is_escaped():

@@ -15,7 +15,7 @@ from test_prepare import contents, texts
 import data.prepare.dataset
 import data.prepare.spans
 from common.settings import UserError, decode
-from data.loader import TrainBatches
+from data.loader import TrainBatches, open_rows
 from data.prepare.dataset import prepare
 from data.prepare.verify import verify
 from data.shards import TokenStream, read_manifest
@@ -248,8 +248,8 @@ def test_the_bytes_of_a_dataset_and_of_its_batches_are_those_recorded(golden, tm
     assert (digests(out), manifest.fingerprint) == (recorded["streams"], recorded["fingerprint"])
     assert digests(golden(tmp_path / "val", val_fraction=None, val_tokens=700)) == recorded["val_tokens=700"]
     for name, weights in (("as it is", None), ("mixed", {"Web": 2, "Code": 0.5, "Books": 0})):
-        batches = TrainBatches(TokenStream(out, manifest, "train"), 16, 4, seed=3)
+        batches = TrainBatches(open_rows(TokenStream(out, manifest, "train"), 16), 4, seed=3)
         if weights:
-            batches.mix(out, manifest, weights)
+            batches.mix(weights)
         content = b"".join(np.stack(batches.batch(step)).tobytes() for step in range(40))
         assert hashlib.sha256(content).hexdigest() == recorded["batches"][name]

@@ -92,7 +92,7 @@ def serve(run_dir):
 @pytest.fixture(scope="session")
 def chat_gpt(make_gpt):
     """Such a model with markers, which writes any byte, and sometimes a marker."""
-    return make_gpt(n_vocab=261, endless=True)
+    return make_gpt(n_vocab=262, endless=True)
 
 
 @pytest.fixture(scope="session")

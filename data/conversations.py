@@ -1,0 +1,151 @@
+"""Whole conversations packed into rows of seq_len tokens, with the answers as targets.
+
+A row is <|endoftext|> and a conversation, then the next, and <|endoftext|> as padding. Every
+conversation starts as it does in sampling, after <|endoftext|>, at which document_reset hides all
+before it. So its loss is the same in a row as alone.
+"""
+
+import bisect
+
+import numpy as np
+
+from common.settings import UserError
+from data.chat import answer_targets
+from data.documents import document_ends
+from data.shards import TokenStream
+
+Spans = list[tuple[int, int]]
+"""Tokens [start, stop) of a split."""
+
+
+def pack(lengths: np.ndarray, seq_len: int) -> np.ndarray:
+    """Return the row of each item, int64 (n,): rows of seq_len tokens, filled best-fit decreasing.
+
+    The longest item goes first, into the row with the least room that is enough, or into a new row
+    (Johnson 1973: at most 11/9 of the fewest rows, and one).
+
+    Args:
+        lengths: (n,), none above seq_len.
+    """
+    rows = np.empty(len(lengths), np.int64)
+    with_room: list[list[int]] = [[] for _ in range(seq_len + 1)]
+    """For each number of free tokens, the rows with so many."""
+    sizes: list[int] = []
+    """The numbers of free tokens that rows have, in order."""
+    n_rows = 0
+    for item in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[item])
+        place = bisect.bisect_left(sizes, length)
+        if place < len(sizes):
+            size = sizes[place]
+            row = with_room[size].pop()
+            if not with_room[size]:
+                del sizes[place]
+        else:
+            size = seq_len
+            row = n_rows
+            n_rows += 1
+        rows[item] = row
+        room = size - length
+        if room and not with_room[room]:
+            bisect.insort(sizes, room)
+        with_room[room].append(row)
+    return rows
+
+
+class Conversations:
+    """The conversations of a split, in rows that depend only on the dataset and seq_len.
+
+    One that is longer than a row is cut at its end, and left out if none of its answers remains.
+    Conversations of different sets are in different rows.
+    """
+
+    def __init__(self, stream: TokenStream, seq_len: int) -> None:
+        """Read the indexes of the split, and the conversations that are longer than a row.
+
+        Raises:
+            UserError: an index is damaged, or no answer fits into a row.
+        """
+        self.stream = stream
+        self.seq_len = seq_len
+        starts, stops, sets = _documents(stream)
+        self.n_conversations = len(starts)
+        is_long = stops - starts > seq_len
+        self.n_long = int(is_long.sum())
+        self.n_lost_targets = 0
+        """Tokens of answers that are cut off."""
+        kept = np.ones(len(starts), bool)
+        for number in np.flatnonzero(is_long).tolist():
+            _, targets = self._read(int(starts[number]), int(stops[number]))
+            self.n_lost_targets += int((targets[seq_len:] >= 0).sum())
+            kept[number] = (targets[:seq_len] >= 0).any()
+        starts, stops, sets = starts[kept], stops[kept], sets[kept]
+        stops = np.minimum(stops, starts + seq_len)
+        if not len(starts):
+            raise UserError(
+                f"split '{stream.split}' has no conversation with an answer within {seq_len=}: "
+                "raise seq_len, or prepare more conversations"
+            )
+        rows = np.empty(len(starts), np.int64)
+        sets_of_rows = []
+        n_rows = 0
+        for number in np.unique(sets).tolist():
+            is_here = sets == number
+            packed = pack((stops - starts)[is_here], seq_len)
+            rows[is_here] = n_rows + packed
+            n_new = int(packed.max()) + 1
+            sets_of_rows.append(np.full(n_new, number))
+            n_rows += n_new
+        self._sets = np.concatenate(sets_of_rows)
+        order = np.argsort(rows, kind="stable")
+        self._starts = starts[order]
+        self._stops = stops[order]
+        self._firsts = np.searchsorted(rows[order], np.arange(n_rows + 1))
+        """The first conversation of each row, and the end of the last."""
+
+    def __len__(self) -> int:
+        return len(self._sets)
+
+    def owners(self) -> np.ndarray:
+        """Return the set of each row, a number into the manifest's set_names, (n_rows,)."""
+        return self._sets
+
+    def spans(self, row: int) -> Spans:
+        """Return where the conversations of a row are in the split; their tokens are targets."""
+        here = slice(self._firsts[row], self._firsts[row + 1])
+        return list(zip(self._starts[here].tolist(), self._stops[here].tolist(), strict=True))
+
+    def read(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the token ids and targets of a row, int64 (seq_len,)."""
+        token_ids = np.full(self.seq_len, self.stream.eot_id, np.int64)
+        targets = np.full(self.seq_len, -1, np.int64)
+        begin = 0
+        for start, stop in self.spans(row):
+            end = begin + stop - start
+            token_ids[begin:end], targets[begin:end] = self._read(start, stop)
+            begin = end
+        return token_ids, targets
+
+    def _read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return <|endoftext|> with tokens [start, stop - 1), and the targets after each."""
+        ids = np.append(self.stream.eot_id, self.stream.read(start, stop))
+        return answer_targets(ids, self.stream.n_vocab)
+
+    def summary(self) -> str:
+        """Return in words what the rows hold, and what is left out."""
+        words = f"{self.n_conversations:,} conversations in {len(self):,} rows"
+        if self.n_long:
+            are = "is" if self.n_long == 1 else "are"
+            words += f"; {self.n_long:,} of {self.n_conversations:,} conversations {are} longer "
+            words += f"than seq_len={self.seq_len}: {self.n_lost_targets:,} tokens of answers are "
+            words += "left out"
+        return words
+
+
+def _documents(stream: TokenStream) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return start and stop in the split, without <|endoftext|>, and set of each document."""
+    shards = [(np.empty(0, np.int64), np.empty(0, np.int64)), *document_ends(stream)]
+    ends = np.concatenate([ends for ends, _ in shards])
+    sets = np.concatenate([sets for _, sets in shards])
+    starts = np.append(0, ends)[:-1]
+    return starts, ends - 1, sets
