@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from common.figures import drawn
 from common.settings import JsonDict, UserError
 from data.documents import sets_between
 from data.loader import CutWindows, EvalBatches
@@ -88,7 +89,10 @@ def run_evaluation(config: EvaluateConfig) -> None:
         show_evaluation(result, str(checkpoint.path))
         if world.is_main:
             plan.loaded.write_result(result, config, "eval")
-            checkpoint.write_result("eval.png", draw_evaluation(result, checkpoint.state.seq_len))
+            trained_on = checkpoint.state.seq_len
+            picture = drawn("eval.png", lambda: draw_evaluation(result, trained_on))
+            if picture is not None:
+                checkpoint.write_result("eval.png", picture)
 
 
 def open_evaluation(config: EvaluateConfig) -> Evaluation:
