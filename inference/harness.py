@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field
-from rich import box
 from rich.table import Table
 
-from common.console import say, show_table
+from common.console import say, show_table, table_of
 from common.settings import JsonDict, UserError, nearest
 from data.chat import ChatTokenizer
 from inference.load import ModelConfig, load
@@ -124,13 +123,7 @@ def run_harness(config: HarnessConfig) -> None:
 
 def _table(results: JsonDict) -> Table:
     """A row for each metric of each task, and of each filter of its answers."""
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("task")
-    table.add_column("examples", justify="right")
-    table.add_column("filter")
-    table.add_column("metric")
-    table.add_column("value", justify="right")
-    table.add_column("standard error", justify="right")
+    table = table_of(["task", "filter", "metric"], ["examples", "value", "standard error"])
     for task, values in results["results"].items():
         for key, value in values.items():
             metric, comma, kind = key.partition(",")
@@ -138,7 +131,7 @@ def _table(results: JsonDict) -> Table:
                 numbers = [value, values.get(f"{metric}_stderr,{kind}", "")]
                 shown = [f"{x:.4f}" if isinstance(x, float) else str(x) for x in numbers]
                 n_examples = str(results["n-shot"].get(task, ""))
-                table.add_row(task, n_examples, kind, metric, *shown)
+                table.add_row(task, kind, metric, n_examples, *shown)
     return table
 
 

@@ -12,7 +12,6 @@ import torch
 from common.command_line import overrides
 from common.console import say, warn
 from common.exits import AGAIN
-from common.files import make_directory
 from common.memory import out_of_memory
 from common.numbers import ceil_div
 from common.settings import JsonDict, UserError
@@ -56,7 +55,6 @@ def fit(config: TrainConfig) -> float | None:
     config.tracker.import_packages()
     check_folder(config.run_dir)
     runtime = open_runtime(config.runtime)
-    make_directory(config.run_dir, "run_dir")
     with (
         StopSignals() as signals,
         join_world(runtime.device, timedelta(minutes=config.runtime.timeout_minutes)) as world,

@@ -3,9 +3,9 @@
 import unicodedata
 from pathlib import Path
 
-from rich import box
 from rich.table import Table
 
+from common.console import table_of
 from common.settings import UserError
 from data.documents import documents_in
 from data.shards import TOKENIZER, Manifest, SplitName, TokenStream
@@ -14,7 +14,7 @@ from data.tokenizer import load_tokenizer
 
 def sets_table(manifest: Manifest) -> Table:
     """Return a table of the text in each set of each split, the largest first."""
-    table = _table(["split", "set"], ["documents", "tokens", "share, %", "bytes", "tokens/byte"])
+    table = table_of(["split", "set"], ["documents", "tokens", "share, %", "bytes", "tokens/byte"])
     for name, split in manifest.splits.items():
         largest_first = sorted(split.sets.items(), key=lambda item: -item[1].tokens)
         for set_name, counts in [*largest_first, ("all", split.total)]:
@@ -59,7 +59,9 @@ def documents_table(
     dataset_dir: Path, manifest: Manifest, split: SplitName, windows: list[tuple[int, int]]
 ) -> Table:
     """Return a table of the documents in windows [start, stop) of a split, and their inputs."""
-    table = _table(["set", "input"], ["number", "its tokens", "of", "row", "at token of the split"])
+    table = table_of(
+        ["set", "input"], ["number", "its tokens", "of", "row", "at token of the split"]
+    )
     for row, (start, stop) in enumerate(windows):
         for document in documents_in(dataset_dir, manifest, split, start, stop):
             begin = max(start, document.start)
@@ -80,12 +82,3 @@ def visible(text: str, kept: str = "") -> str:
     """Escape the control characters of a text except `kept`: a terminal would obey them."""
     commands = {c for c in text if unicodedata.category(c)[0] == "C" and c not in kept}
     return text.translate({ord(c): c.encode("unicode_escape").decode() for c in commands})
-
-
-def _table(texts: list[str], numbers: list[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in texts:
-        table.add_column(column, overflow="fold")
-    for column in numbers:
-        table.add_column(column, justify="right")
-    return table
