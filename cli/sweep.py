@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 
 import hydra
 import yaml
@@ -96,7 +97,9 @@ def run_sweep(
             old.unlink()
         hydra.main(version_base="1.3", config_path=None, config_name="sweep")(job)()
         if chosen.runtime.choices["hydra/sweeper"] == "optuna":
-            _summarize(folder)
+            _check_search(folder)
+        if config_name == "train":
+            resolve_name("tools.report:show_runs")(folder)
     except (AlreadyReportedError, BrokenExecutor) as error:
         why = (
             "a worker was killed: no memory?"
@@ -109,16 +112,14 @@ def run_sweep(
         raise UserError(explain(error, config_name)) from error
 
 
-def _summarize(folder: Path) -> None:
-    """Print what a search has found, and which of its runs failed."""
+def _check_search(folder: Path) -> None:
+    """Raise UserError if all runs of a search failed."""
     found = yaml.safe_load((folder / "optimization_results.yaml").read_text(encoding="utf-8"))
     if math.isinf(found["best_value"]):
         raise UserError(
             "every run of the search failed (see above): change what it varies, or what all runs "
             "share"
         )
-    best = " ".join(f"{key}={value}" for key, value in found["best_params"].items())
-    say(f"lowest validation loss {found['best_value']:.4f} nats per token: {best}")
     if failed := _failed(folder):
         warn(f"some runs failed and count as the worst{failed}")
 

@@ -9,9 +9,11 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any, Self
 from unicodedata import category
 
+from rich import box
 from rich.console import Console
 from rich.measure import Measurement
 from rich.progress import (
@@ -123,6 +125,10 @@ def warn(message: str) -> None:
     errors.print(f"warning: {message}", style="yellow")
 
 
+warn_once = functools.cache(warn)
+"""Prints a warning the first time only."""
+
+
 def print_error(message: object) -> None:
     """Print one error line to standard error."""
     errors.print(f"error: {message}", style="red")
@@ -208,6 +214,16 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def table_of(texts: Iterable[str], numbers: Iterable[str] = ()) -> Table:
+    """Return a table without rows: its columns of texts, then those of numbers."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in texts:
+        table.add_column(column, overflow="fold")
+    for column in numbers:
+        table.add_column(column, justify="right")
+    return table
 
 
 def show_table(table: Table) -> None:

@@ -204,6 +204,19 @@ def make_directory(path: Path, key: str) -> Path:
 
 
 @contextlib.contextmanager
+def new_directory(path: Path, key: str) -> Iterator[None]:
+    """Make a folder and its parents, and remove in the end those that are new and still empty."""
+    new = [folder for folder in (path, *path.parents) if not folder.exists()]
+    make_directory(path, key)
+    try:
+        yield
+    finally:
+        for folder in new:
+            with contextlib.suppress(OSError):  # it is not empty
+                folder.rmdir()
+
+
+@contextlib.contextmanager
 def owned(path: Path, taken: Callable[[], str | None]) -> Iterator[None]:
     """Hold the lock on `path`: a folder, or an empty file, which is created if missing. The kernel
     releases it when its holder dies in any way.

@@ -2,11 +2,10 @@
 
 import numpy as np
 from matplotlib.figure import Figure
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from common.console import say, show_table
+from common.console import say, show_table, table_of
 from common.figures import png
 from common.settings import JsonDict
 
@@ -22,7 +21,8 @@ def show_evaluation(result: JsonDict, checkpoint: str) -> None:
     totals = f"{_loss(result)}, perplexity {_number(result['perplexity'], 3)}"
     if result["bytes"]:
         totals += f", {_number(result['bits_per_byte'])} bits per byte"
-    text = f"{result['dataset_dir']} ({result['split']}, {result['tokens']:,} tokens)"
+    part = "" if result["batches"] is None else f", batches={result['batches']:,}"
+    text = f"{result['dataset_dir']} ({result['split']}, {result['tokens']:,} tokens{part})"
     say(f"{checkpoint} on {text}: {totals}")
     if len(result["sets"]) > 1:
         show_table(_table("set", result["sets"]))
@@ -31,10 +31,7 @@ def show_evaluation(result: JsonDict, checkpoint: str) -> None:
 
 
 def _table(first: str, rows: dict[str, JsonDict]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column(first, overflow="fold", justify="right" if first == "context" else "left")
-    for column in ("tokens", "loss", "perplexity", "bits per byte"):
-        table.add_column(column, justify="right")
+    table = table_of([first], ["tokens", "loss", "perplexity", "bits per byte"])
     for name, row in rows.items():
         numbers = ["no answer"] * 3
         if row["tokens"]:

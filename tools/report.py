@@ -21,10 +21,11 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from rich.text import Text
 
-from common.command_line import Items
-from common.console import count, say, warn
-from common.figures import log_scale, png, short_count
+from common.command_line import Items, overrides
+from common.console import count, say, show_table, table_of, warn
+from common.figures import drawn, log_scale, png, short_count
 from common.files import (
     file_size,
     make_directory,
@@ -41,6 +42,8 @@ _ALIKE = 1.1
 """Tokens of one vocabulary are as long, up to this factor, in any part of a validation split."""
 _COLOURS = 7
 """Colours of the style, without its grey. More rows are coloured by their rank."""
+_LEFT_OUT = ("step", "of steps", "tokens", "parameters")
+"""Columns that the table on a terminal has no room for."""
 _GENERATOR = '<meta name="generator" content="scripts/report.py">'
 
 
@@ -108,6 +111,18 @@ def write_report(folders: Items[Path], out: Path | None) -> Path:
     write_atomic(page, page_of(rows, unit, varying, printable(title)).encode())
     say(f"written: {page}")
     return page
+
+
+def show_runs(folder: Path) -> None:
+    """Print a table of the runs in a folder, best first, and the command of their report."""
+    runs = read_runs([folder])
+    lines, columns = _lines(*rows_of(runs), varying_settings(runs))
+    columns = [name for name in columns if name not in _LEFT_OUT]
+    table = table_of(columns)
+    for line in lines:
+        table.add_row(*[Text(line[name]) for name in columns])
+    show_table(table)
+    say(f"to compare them: python scripts/report.py {overrides({'folders': str(folder)})}")
 
 
 # ----- reading runs
@@ -259,9 +274,8 @@ def varying_settings(runs: Sequence[Run]) -> list[str]:
 def page_of(rows: Sequence[Row], unit: str, keys: Sequence[str], title: str) -> str:
     """Return the report as one HTML file. keys: the settings that the table shows."""
     colours = _colours(len(rows))
-    picture = base64.b64encode(_draw(rows, unit, colours)).decode()
-    lines = [_cells(row, unit, keys) for row in rows]
-    columns = [name for name in lines[0] if any(line[name] for line in lines)]
+    picture = drawn("the report's picture", lambda: _draw(rows, unit, colours))
+    lines, columns = _lines(rows, unit, keys)
     head = "".join(f"<th>{html.escape(printable(name))}</th>" for name in columns)
     body = ""
     for line, colour in zip(lines, colours, strict=True):
@@ -273,7 +287,7 @@ def page_of(rows: Sequence[Row], unit: str, keys: Sequence[str], title: str) -> 
         title=html.escape(title),
         style=_STYLE,
         made=made,
-        picture=picture,
+        picture=base64.b64encode(picture or b"").decode(),
         head=head,
         body=body,
     )
@@ -302,6 +316,14 @@ _PAGE = """<!doctype html>
 {body}</table>
 </html>
 """
+
+
+def _lines(
+    rows: Sequence[Row], unit: str, keys: Sequence[str]
+) -> tuple[list[dict[str, str]], list[str]]:
+    """Return the lines of the table, and the titles of columns in which something is known."""
+    lines = [_cells(row, unit, keys) for row in rows]
+    return lines, [name for name in lines[0] if any(line[name] for line in lines)]
 
 
 def _cells(row: Row, unit: str, keys: Sequence[str]) -> dict[str, str]:

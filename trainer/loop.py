@@ -12,7 +12,6 @@ import torch
 from common.command_line import overrides
 from common.console import say, warn
 from common.exits import AGAIN
-from common.files import make_directory
 from common.memory import out_of_memory
 from common.numbers import ceil_div
 from common.settings import JsonDict, UserError
@@ -56,7 +55,6 @@ def fit(config: TrainConfig) -> float | None:
     config.tracker.import_packages()
     check_folder(config.run_dir)
     runtime = open_runtime(config.runtime)
-    make_directory(config.run_dir, "run_dir")
     with (
         StopSignals() as signals,
         join_world(runtime.device, timedelta(minutes=config.runtime.timeout_minutes)) as world,
@@ -105,6 +103,8 @@ def train(
             is_last = stopped or run.state.step == config.last_step
             if improved or is_last or _is_due(run, config.checkpoint.every):
                 _save(run, saver)
+            if _is_due(run, config.eval.every):
+                records.draw()
         records.draw()
     if run.state.step < config.last_step:
         _say_stopped(run, signals)
@@ -296,7 +296,6 @@ def _evaluate(run: Run, records: Records) -> bool:
     say(f"step {step}: validation loss{answers}{averaged} {figures}")
     if text is not None:
         say(f"step {step} writes:\n  | " + text.replace("\n", "\n  | "))
-    records.draw()
     improved = run.state.best_val_loss is None or loss.per_token < run.state.best_val_loss
     if improved:
         run.update(best_val_loss=loss.per_token, best_step=step)

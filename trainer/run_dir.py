@@ -1,8 +1,9 @@
 """A run's directory: who trains in it, and config.json, the record of how the run was started."""
 
+import contextlib
 import os
 import platform
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from common.command_line import changes_of
 from common.commit import git_commit
 from common.console import say, warn
-from common.files import owned, read_json, write_json
+from common.files import new_directory, owned, read_json, write_json
 from common.settings import JsonDict, UserError, differences
 from runtime.device import device_name
 from runtime.distributed import World
@@ -40,8 +41,11 @@ def check_folder(run_dir: Path) -> None:
         raise UserError(f"{what}: choose another")
 
 
-def own_run(run_dir: Path) -> AbstractContextManager[None]:
-    """Keep other processes from training in run_dir while the context lasts.
+@contextlib.contextmanager
+def own_run(run_dir: Path) -> Iterator[None]:
+    """Make run_dir, and keep other processes from training in it while the context lasts.
+
+    A run that fails before it wrote anything leaves no folder.
 
     Raises:
         UserError: another process already trains there. The lock of a dead process does not count.
@@ -56,7 +60,13 @@ def own_run(run_dir: Path) -> AbstractContextManager[None]:
         remedy = "wait until it is done, or use another run_dir"
         return f"run_dir={run_dir} is being trained in by {holder}: {remedy}"
 
-    return owned(run_dir / "run.lock", refusal)
+    lock = run_dir / "run.lock"
+    with new_directory(run_dir, "run_dir"), owned(lock, refusal):
+        try:
+            yield
+        finally:
+            if [*run_dir.iterdir()] == [lock]:
+                lock.unlink()
 
 
 def write_config(

@@ -3,9 +3,9 @@
 import unicodedata
 
 import numpy as np
-from rich import box
 from rich.table import Table
 
+from common.console import table_of
 from data.chat import answer_targets
 from data.conversations import Spans
 from data.documents import documents_in
@@ -15,7 +15,7 @@ from data.tokenizer import load_tokenizer
 
 def sets_table(manifest: Manifest) -> Table:
     """Return a table of the text in each set of each split, the largest first."""
-    table = _table(["split", "set"], ["documents", "tokens", "share, %", "bytes", "tokens/byte"])
+    table = table_of(["split", "set"], ["documents", "tokens", "share, %", "bytes", "tokens/byte"])
     for name, split in manifest.splits.items():
         largest_first = sorted(split.sets.items(), key=lambda item: -item[1].tokens)
         for set_name, counts in [*largest_first, ("all", split.total)]:
@@ -71,7 +71,7 @@ def _are_targets(stream: TokenStream, start: int, stop: int) -> np.ndarray:
 
 def documents_table(stream: TokenStream, rows: list[Spans]) -> Table:
     """Return a table of the documents in rows of a split, and their inputs."""
-    table = _table(
+    table = table_of(
         ["set", "input"],
         ["document", "tokens read", "document tokens", "row", "first token in split"],
     )
@@ -97,12 +97,3 @@ def visible(text: str, kept: str = "") -> str:
     """Escape the control characters of a text except `kept`: a terminal would obey them."""
     commands = {c for c in text if unicodedata.category(c)[0] == "C" and c not in kept}
     return text.translate({ord(c): c.encode("unicode_escape").decode() for c in commands})
-
-
-def _table(texts: list[str], numbers: list[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in texts:
-        table.add_column(column, overflow="fold")
-    for column in numbers:
-        table.add_column(column, justify="right")
-    return table

@@ -35,7 +35,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.files import make_directory, owned, read_json, sync_directory, write_json
+from common.files import make_directory, new_directory, owned, read_json, sync_directory, write_json
 from common.settings import JsonDict, Settings, UserError, decode, differences
 from data.prepare.encode import Encoded, Item, Skipped
 from data.prepare.files import some_of
@@ -166,12 +166,12 @@ def writing(folder: Path, task_index: int) -> Iterator[None]:
         raise UserError(
             f"{folder}, where this dataset would be written, holds {foreign[0]}: rename that folder"
         )
-    make_directory(folder, "out_dir")
     refusal = (
         f"{folder} is being written by another process with task_index={task_index}: "
         "wait until it is done"
     )
-    with owned(folder / f"task-{task_index:05}.lock", lambda: refusal):
+    lock = folder / f"task-{task_index:05}.lock"
+    with new_directory(folder, "out_dir"), owned(lock, lambda: refusal):
         try:
             yield
         except OSError as error:

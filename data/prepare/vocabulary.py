@@ -10,7 +10,7 @@ from pydantic import Field
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from common.console import say
-from common.files import make_directory, write_atomic
+from common.files import new_directory, write_atomic
 from common.settings import UserError
 from data.documents import documents_in
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
@@ -42,26 +42,26 @@ def learn(dataset_dir: Path, n_vocab: Annotated[int, Field(lt=2**24)], out: Path
             f"n_vocab={n_vocab} is too small: the bytes and {END_OF_TEXT} alone are "
             f"{len(alphabet) + 1}"
         )
-    make_directory(out.parent, "out")  # learning takes long: an error must come before it
-    if out.exists():
-        raise UserError(f"out={out} exists: choose another file, or delete it")
-    bpe = tokenizers.Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=n_vocab - 1, initial_alphabet=alphabet, show_progress=False
-    )
-    bpe.train_from_iterator(_texts(dataset_dir, manifest), trainer)
-    bpe.add_special_tokens([END_OF_TEXT])
-    n_learned = bpe.get_vocab_size()
-    if n_learned < n_vocab:
-        raise UserError(
-            f"n_vocab={n_vocab} is more than the text of {dataset_dir} gives: "
-            f"use at most n_vocab={n_learned}"
+    with new_directory(out.parent, "out"):  # learning takes long: an error must come before it
+        if out.exists():
+            raise UserError(f"out={out} exists: choose another file, or delete it")
+        bpe = tokenizers.Tokenizer(models.BPE())
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=n_vocab - 1, initial_alphabet=alphabet, show_progress=False
         )
-    HFTokenizer(json.loads(bpe.to_str()))  # raises if it could not be used
-    write_atomic(out, bpe.to_str(pretty=True) + "\n")
-    say(f"{out} has {n_learned:,} ids; prepare data with: tokenizer=hf tokenizer.path={out}")
+        bpe.train_from_iterator(_texts(dataset_dir, manifest), trainer)
+        bpe.add_special_tokens([END_OF_TEXT])
+        n_learned = bpe.get_vocab_size()
+        if n_learned < n_vocab:
+            raise UserError(
+                f"n_vocab={n_vocab} is more than the text of {dataset_dir} gives: "
+                f"use at most n_vocab={n_learned}"
+            )
+        HFTokenizer(json.loads(bpe.to_str()))  # raises if it could not be used
+        write_atomic(out, bpe.to_str(pretty=True) + "\n")
+        say(f"{out} has {n_learned:,} ids; prepare data with: tokenizer=hf tokenizer.path={out}")
 
 
 def _texts(dataset_dir: Path, manifest: Manifest) -> Iterator[str]:

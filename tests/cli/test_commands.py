@@ -207,7 +207,7 @@ def test_help_fits_a_screen_shows_an_example_and_waits_for_no_slow_library(run_p
     for script, (text, loaded) in json.loads(result.out).items():
         lines = text.splitlines()
         assert loaded == [], script
-        assert 5 < len(lines) <= 51, script
+        assert 5 < len(lines) <= 52, script
         assert max(map(len, lines)) <= 120, script
         assert f"python {script}" in text
         assert "--debug" in text

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import yaml
@@ -122,7 +123,12 @@ def test_a_finished_sweep_is_found_again_without_its_source_and_with_one_more_fi
     sweep = ["train", "-m", *tiny_args, "seed=1,2", "max_steps=1", f"init_from={source}"]
     assert command(*sweep).status == 0
     shutil.rmtree(source)
-    assert command(*sweep, "checkpoint.keep_last=3").out.count("nothing to train") == 2
+    again = command(*sweep, "checkpoint.keep_last=3").out
+    assert again.count("nothing to train") == 2
+    *table, _, last = again.splitlines()
+    losses = [best_of(tmp_path / "run" / f"seed={seed}") for seed in (1, 2)]
+    assert table[-1].split()[:3] == ["1,", "2", f"{fmean(losses):.4f}"]
+    assert last == f"to compare them: python scripts/report.py folders={tmp_path / 'run'}"
     assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir()) == ["seed=1", "seed=2"]
 
 
@@ -209,7 +215,9 @@ def test_a_search_goes_on_after_failed_runs_and_names_them(command, optuna_args,
         result = command("train", *search)
         assert result.status == 0, result.err
         assert "warning: some runs failed and count as the worst: optim.max_lr=1e+30\n" in result.err
-        assert re.search(r"^lowest validation loss \d\.\d+ nats per token: optim.max_lr=0.01$", result.out, re.M)
+        first, last = [line for line in result.out.splitlines() if " optim.max_lr=" in line]
+        assert re.fullmatch(r" +0\.01 +\d\.\d{4} .* optim.max_lr=0.01 +", first)
+        assert "1e+30" in last
         assert ("nothing to train" in result.out) >= again
         assert result.out.count("--- job") == 6
     assert "lower optim.max_lr=1e+30" in (tmp_path / "run" / "optim.max_lr=1e+30" / "error.txt").read_text()
@@ -348,6 +356,7 @@ LOGGING = '{version: 1, formatters: {x: {"()": shutil.copyfile, src: SOURCE, dst
 def test_what_a_strangers_file_sets_for_hydra_has_no_effect(
     command, tiny_args, tmp_path, monkeypatch, settings, options
 ):
+    monkeypatch.setattr("tools.report.show_runs", lambda folder: None)
     monkeypatch.setattr("trainer.loop.fit", lambda config: trained.append(config.run_dir) or 1.0)
     trained = []
     if "override" in settings:
@@ -384,6 +393,7 @@ def test_a_strangers_folder_cannot_pose_as_a_launcher(command, tiny_args, tmp_pa
 
 
 def test_the_command_line_may_choose_them(command, tiny_args, monkeypatch):
+    monkeypatch.setattr("tools.report.show_runs", lambda folder: None)
     monkeypatch.setattr("trainer.loop.fit", lambda config: trained.append(config.run_dir) or 1.0)
     trained = []
     assert command("train", "-m", *tiny_args, "hydra.sweeper.max_batch_size=1", "seed=1,2").status == 0

@@ -123,10 +123,11 @@ def test_training_goes_on_by_the_command_that_is_printed(folder, tmp_path, datas
     assert not torch.equal(load_model(run_dir)[0].embed.weight, load_model(trained)[0].embed.weight)
 
 
-def test_it_can_be_tuned_on_conversations(folder, tmp_path, chat_dir, command):
+def test_it_can_be_tuned_on_conversations(folder, tmp_path, make_dataset, command):
+    chat_dir = make_dataset(documents=[{"prompt": f"{i}", "completion": "y"} for i in range(99)], data="chat")
     import_gpt2(folder, tmp_path / "again")
     typed = f"experiment=chat init_from={tmp_path / 'again'} dataset_dir={chat_dir} run_dir={tmp_path / 'chat'}".split()
-    small = ["model.pad_vocab=64", "seq_len=32", "batch_tokens=64", "max_steps=2", "runtime.device=cpu"]
+    small = ["model.pad_vocab=64", "seq_len=16", "batch_tokens=32", "max_steps=2", "runtime.device=cpu"]
     result = command("train", *typed, *small)
     assert result.status == 0, result.err
     assert load_model(tmp_path / "chat")[0].config.n_vocab == 262

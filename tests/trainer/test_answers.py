@@ -124,7 +124,7 @@ def test_eval_on_a_text_is_the_loss_of_all_tokens(chat, dataset_dir, command):
     """It is what fine-tuning has cost. Strides and contexts are of texts."""
     config = chat({"stop_at": 2})
     fit(config)
-    arguments = [f"checkpoint={config.run_dir}", "runtime.device=cpu"]
+    arguments = [f"checkpoint={config.run_dir}", "runtime.device=cpu", "batches=all"]
     assert " tokens): loss 5." in command("eval", *arguments, "contexts=[]", f"dataset_dir={dataset_dir}").out
     for option in "contexts=[8]", "stride=3":
         refused = command("eval", *arguments, option)

@@ -47,7 +47,7 @@ def test_a_step_waits_for_the_device_once(tiny, grad_clip, monkeypatch):
     with Waits() as waits:
         runtime = Runtime(torch.device("cpu"), torch.float32)  # asked for autocast only
         result = train_step(SummedLoss(gpt), optimizer, batches, runtime, World(device), grad_clip=grad_clip)
-    assert waits.reads == [(5,)]
+    assert waits.reads == [(4,)]
     assert waits.blocking_copies == []
     assert (result.loss, result.grad_norm, result.stop, result.exact_tiles) == (1, 1, True, 1)
 

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from cli import compose, to_dict
 from common.commit import git_commit
-from common.console import say, show_table
+from common.console import say, show_table, table_of
 from common.settings import UserError
 
 Row = dict[str, Any]
@@ -152,10 +151,10 @@ def machine() -> Row:
 def print_table(title: str, rows: Sequence[Row]) -> None:
     """Print rows as a table, a column for each key; the first is left-aligned, and what a row lacks
     is empty."""
-    table = Table(title=title)
     keys = list(dict.fromkeys(key for row in rows for key in row))
-    for key in keys:
-        table.add_column(key.replace("_", " "), justify="right" if table.columns else "left")
+    names = [key.replace("_", " ") for key in keys]
+    table = table_of(names[:1], names[1:])
+    table.title = title
     for row in rows:
         table.add_row(*(_cell(row.get(key)) for key in keys))
     show_table(table)

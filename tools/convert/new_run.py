@@ -3,7 +3,6 @@
 import secrets
 from pathlib import Path
 
-from common.files import make_directory
 from common.settings import UserError, decode
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
@@ -37,7 +36,6 @@ def begin_with(
     }
     state = decode(TrainState, run | sizes | data)
     check_folder(run_dir)
-    make_directory(run_dir, "run_dir")
     with own_run(run_dir):
         if newest(run_dir) is not None:
             raise UserError(
