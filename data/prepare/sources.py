@@ -7,7 +7,7 @@ a class here with its `name`, its place in `SourceConfig` (dataset.py), and a YA
 import os
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -104,14 +104,13 @@ class FileSource(Source):
         self,
         seen: CountBytes = lambda _: None,
         after: Position | None = None,
-        inputs: Sequence[str] | None = None,
     ) -> Iterator[Raw]:
-        """Yield the items of all or some inputs in order, or those after a position.
+        """Yield the items of all inputs in order, or those after a position.
 
         An unreadable item is one too. Files before `after` are not opened. The file of `after` is
         read from its start.
         """
-        names = list(self.inputs() if inputs is None else inputs)
+        names = list(self.inputs())
         start = names.index(after.input) if after else 0
         seen(sum(_size(self.path_of(name)) for name in names[:start]))
         for name in names[start:]:
@@ -386,7 +385,6 @@ class HubSource(Source, defaults="data/hf"):
         self,
         seen: CountBytes = lambda _: None,
         after: Position | None = None,
-        inputs: Sequence[str] | None = None,
     ) -> Iterator[Raw]:
         """Stream the split.
 

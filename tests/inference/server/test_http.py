@@ -9,7 +9,6 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, takewhile
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,9 +25,9 @@ pytest.importorskip("fastapi", reason="the server's packages are not installed: 
 import uvicorn
 from uvicorn.server import ServerState
 
-from inference.server.completions import _generations, stream
-from inference.server.protocol import ChatRequest, CompletionRequest
-from inference.server.responses import ApiError, CompletionResponse
+from inference.server.completions import stream
+from inference.server.protocol import ChatRequest
+from inference.server.responses import CompletionResponse
 from inference.server.serve import _Connection
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed: pip install -e '.[dev]'")
@@ -109,18 +108,6 @@ def test_a_conversation_reads_its_beginning_once(client, make_gpt):
         reused.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
         prompt += texts[0] + "More words of a person. " * 8
     assert reused == [0, 511, 767]  # whole pieces of 256, of which <|endoftext|> is no part of the prompt
-
-
-def test_a_prompt_for_which_there_is_no_memory_is_refused(monkeypatch, make_gpt):
-    monkeypatch.setattr("inference.engine.available_memory", lambda: 10**6)
-    worker = SimpleNamespace(engine=Engine(make_gpt("softmax", "rotary"), 257, 1), max_texts=2)
-    limits = SimpleNamespace(max_tokens=100, max_prompt_tokens=10**6)
-    served = SimpleNamespace(tokenizer=BYTES, limits=limits, worker=worker)
-    assert len(_generations(CompletionRequest(prompt=["a" * 100]), served)) == 1
-    message = r"a text of 4,016 tokens does not fit into memory: its keys and values are 2,056"
-    with pytest.raises(ApiError, match=message) as refused:
-        _generations(CompletionRequest(prompt=["a", "a" * 4000]), served)
-    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "prompt")
 
 
 def test_the_progress_of_a_long_prompt_is_a_comment_of_the_stream(monkeypatch, make_gpt):
