@@ -35,11 +35,11 @@ train: .venv/installed  ## prepare the embedded corpus, train a small log-space 
 	$(VENV)/python train.py experiment=quickstart run_dir=$(RUN)
 	printf 'import os\n\n\nclass Parser:\n    def __init__(self' | \
 		$(VENV)/python sample.py checkpoint=$(RUN) prompt=- max_new_tokens=400
-	$(VENV)/python eval.py checkpoint=$(RUN) batches=100 contexts=[1024] context_windows=8
+	$(VENV)/python eval.py checkpoint=$(RUN) contexts=[1024] context_windows=8
 	@printf '\nNext:\n'
 	@printf '  %s\n' 'see $(RUN)/loss.png and $(RUN)/metrics.jsonl' \
 		'source .venv/bin/activate' \
-		'python eval.py checkpoint=$(RUN)                                # the whole split, and contexts up to 64K: minutes' \
+		'python eval.py checkpoint=$(RUN) batches=all                    # the whole split, and contexts up to 64K: minutes' \
 		'python sample.py checkpoint=$(RUN) prompt="class Tree:" num_samples=3' \
 		'python train.py experiment=quickstart run_dir=runs/longer max_steps=8000   # a longer run, with its own schedule' \
 		'python train.py experiment=quickstart run_dir=runs/softmax model=softmax_1m                     # softmax attention' \

@@ -53,6 +53,7 @@ def command(
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
     )  # a lost process is one line of ours, not twenty of torch's
+    os.environ["MPLBACKEND"] = "agg"  # a notebook's may not be installed here
     logging.getLogger().setLevel(logging.ERROR)
     guard_output(lossy=config_name == "train")  # whose work is not its output
     debug = "--debug" in sys.argv

@@ -123,6 +123,10 @@ def warn(message: str) -> None:
     errors.print(f"warning: {message}", style="yellow")
 
 
+warn_once = functools.cache(warn)
+"""Prints a warning the first time only."""
+
+
 def print_error(message: object) -> None:
     """Print one error line to standard error."""
     errors.print(f"error: {message}", style="red")

@@ -1,12 +1,16 @@
 """Helpers for all plots, which share one style."""
 
 import io
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib.style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
+
+from common.console import warn_once
 
 matplotlib.style.use(Path(__file__).with_name("style.mplstyle"))
 
@@ -16,6 +20,23 @@ def png(figure: Figure) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
+
+
+def drawn(name: str, draw: Callable[[], bytes]) -> bytes | None:
+    """Return the picture that `draw` makes, or None if it fails: what it shows is saved elsewhere.
+
+    A failure, or what matplotlib warns of, such as letters that its font lacks, is one warning.
+    """
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            picture = draw()
+    except Exception as error:
+        warn_once(f"{name} was not drawn: {error}")
+        return None
+    if caught:
+        warn_once(f"{name}: {caught[0].message}")
+    return picture
 
 
 def log_scale(axes: Axes) -> None:

@@ -22,7 +22,8 @@ def show_evaluation(result: JsonDict, checkpoint: str) -> None:
     totals = f"{_loss(result)}, perplexity {_number(result['perplexity'], 3)}"
     if result["bytes"]:
         totals += f", {_number(result['bits_per_byte'])} bits per byte"
-    text = f"{result['dataset_dir']} ({result['split']}, {result['tokens']:,} tokens)"
+    part = "" if result["batches"] is None else f", batches={result['batches']:,}"
+    text = f"{result['dataset_dir']} ({result['split']}, {result['tokens']:,} tokens{part})"
     say(f"{checkpoint} on {text}: {totals}")
     if len(result["sets"]) > 1:
         show_table(_table("set", result["sets"]))

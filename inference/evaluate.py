@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from common.figures import drawn
 from common.settings import JsonDict, UserError
 from data.documents import sets_between
 from data.loader import CutWindows, EvalBatches
@@ -34,8 +35,9 @@ class EvaluateConfig(ModelConfig, defaults="eval"):
     """Dataset to evaluate on; null: the one the model was trained on."""
     split: Literal["train", "val"]
     """Its split: train or val."""
-    batches: int | None = Field(ge=1)
-    """Batches of as many windows as in training, spread evenly over the split; null: all of it."""
+    batches: Annotated[int, Field(ge=1)] | Literal["all"] | None
+    """Batches of as many windows as in training, spread evenly over the split; null: as many as
+    training evaluates; all: the whole split."""
     seq_len: int | None = Field(ge=1)
     """Tokens of a window; null: as in training."""
     stride: int | None = Field(ge=1)
@@ -48,6 +50,7 @@ class EvaluateConfig(ModelConfig, defaults="eval"):
     """Context lengths to measure the loss at, with the state carried along; []: none.
 
     null: 1024, 4096, 16384 and 65536, as far as the text and the model's learned positions reach.
+    seq_len is measured, too, on the same text.
     """
     context_windows: int | None = Field(ge=1)
     """Windows, as long as the longest of `contexts`, to measure all contexts on; null: the split.
@@ -68,6 +71,8 @@ class Evaluation(NamedTuple):
     windows: EvalBatches
     """What everything except `contexts` is measured on."""
     contexts: list[int]
+    batches: int | None
+    """What `windows` are; None: the whole split."""
 
 
 def run_evaluation(config: EvaluateConfig) -> None:
@@ -88,7 +93,10 @@ def run_evaluation(config: EvaluateConfig) -> None:
         show_evaluation(result, str(checkpoint.path))
         if world.is_main:
             plan.loaded.write_result(result, config, "eval")
-            checkpoint.write_result("eval.png", draw_evaluation(result, checkpoint.state.seq_len))
+            trained_on = checkpoint.state.seq_len
+            picture = drawn("eval.png", lambda: draw_evaluation(result, trained_on))
+            if picture is not None:
+                checkpoint.write_result("eval.png", picture)
 
 
 def open_evaluation(config: EvaluateConfig) -> Evaluation:
@@ -125,15 +133,18 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
                 f"{key}={length} is longer than the text or the learned positions: "
                 f"use at most {longest}"
             )
-    n_windows = None
+    if contexts:
+        contexts = sorted({*contexts, min(seq_len, longest)})
+    n_batches = state.eval_batches
     if config.batches is not None:
-        n_windows = config.batches * max(1, state.batch_tokens // seq_len)
+        n_batches = None if config.batches == "all" else config.batches
+    n_windows = None
+    if n_batches is not None:
+        n_windows = n_batches * max(1, state.batch_tokens // seq_len)
     windows = EvalBatches(stream, seq_len, n_windows, config.stride)
     if not windows.has_targets:
-        raise UserError(
-            f"batches={config.batches} has no answer to evaluate: give more, or null for all"
-        )
-    return Evaluation(config, loaded, dataset_dir, manifest, windows, sorted(set(contexts)))
+        raise UserError(f"batches={n_batches} has no answer to evaluate: give more, or batches=all")
+    return Evaluation(config, loaded, dataset_dir, manifest, windows, contexts, n_batches)
 
 
 def measure(plan: Evaluation, world: World) -> JsonDict:
@@ -156,7 +167,7 @@ def measure(plan: Evaluation, world: World) -> JsonDict:
         **plan.loaded.about(config),
         "dataset_dir": str(plan.dataset_dir),
         "split": config.split,
-        "batches": config.batches,
+        "batches": plan.batches,
         "loss_of": windows.stream.loss,
         **figures(total(list(set_losses.values()))),
         "seq_len": windows.seq_len,

@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field
+from rich import box
+from rich.table import Table
 
-from common.console import say, show
-from common.settings import UserError, nearest
+from common.console import say, show_table
+from common.settings import JsonDict, UserError, nearest
+from data.chat import ChatTokenizer
 from inference.load import ModelConfig, load
 
 # What lm_eval.json keeps of the harness's results.
@@ -42,6 +45,8 @@ class HarnessConfig(ModelConfig, defaults="lm_eval"):
     Longer contexts lose their beginning, and longer texts are scored in windows, as the harness
     does for other models.
     """
+    apply_chat_template: bool
+    """Put the tasks' questions to a chat model as a user does; false: as texts to continue."""
     micro_batch: int = Field(ge=1)
     """Texts that go through the model at once."""
 
@@ -54,7 +59,6 @@ def run_harness(config: HarnessConfig) -> None:
     """
     from lm_eval import simple_evaluate  # an optional package, and slow to import
     from lm_eval.tasks import TaskManager
-    from lm_eval.utils import make_table
 
     from inference.harness_model import HarnessModel
 
@@ -70,6 +74,11 @@ def run_harness(config: HarnessConfig) -> None:
         raise UserError(
             f"checkpoint={config.checkpoint} was trained on ids without text (tokenizer=none), "
             "and the harness's tasks are texts: use eval.py"
+        )
+    if config.apply_chat_template and not isinstance(loaded.tokenizer, ChatTokenizer):
+        raise UserError(
+            f"apply_chat_template=true needs a chat model, and checkpoint={config.checkpoint} was "
+            "not trained on conversations: leave it out"
         )
     max_len = loaded.gpt.config.max_len
     max_length = config.max_length or max_len
@@ -89,6 +98,7 @@ def run_harness(config: HarnessConfig) -> None:
             tasks=tasks,
             num_fewshot=config.num_fewshot,
             limit=config.limit,
+            apply_chat_template=config.apply_chat_template,
             task_manager=manager,
             log_samples=False,
         )
@@ -102,13 +112,34 @@ def run_harness(config: HarnessConfig) -> None:
             f"tasks={config.tasks} need data that cannot be fetched ({error}): check the network, "
             "or bring the folder HF_HOME of a machine that has run it"
         ) from error
-    show(make_table(results) + "\n")
+    show_table(_table(results))
+    settings = {"tasks", "num_fewshot", "limit", "max_length", "apply_chat_template"}
     result = {
         **loaded.about(config),
-        **config.model_dump(mode="json", include={"tasks", "num_fewshot", "limit", "max_length"}),
+        **config.model_dump(mode="json", include=settings),
         **{key: results[key] for key in _KEPT if key in results},
     }
     loaded.write_result(result, config.model_copy(update={"include_path": None}), "lm_eval")
+
+
+def _table(results: JsonDict) -> Table:
+    """A row for each metric of each task, and of each filter of its answers."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("task")
+    table.add_column("examples", justify="right")
+    table.add_column("filter")
+    table.add_column("metric")
+    table.add_column("value", justify="right")
+    table.add_column("standard error", justify="right")
+    for task, values in results["results"].items():
+        for key, value in values.items():
+            metric, comma, kind = key.partition(",")
+            if comma and not metric.endswith("_stderr"):
+                numbers = [value, values.get(f"{metric}_stderr,{kind}", "")]
+                shown = [f"{x:.4f}" if isinstance(x, float) else str(x) for x in numbers]
+                n_examples = str(results["n-shot"].get(task, ""))
+                table.add_row(task, n_examples, kind, metric, *shown)
+    return table
 
 
 def find_tasks(names: str, manager: Any) -> list[str]:

@@ -1,5 +1,6 @@
 """What lm-evaluation-harness asks of a model: log-likelihoods of texts, and continuations."""
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common.console import Track
 from common.settings import UserError, decode
+from data.chat import parse_message
 from data.loader import IGNORED
 from data.tokenizer import Tokenizer
 from inference.engine import Engine, stream
@@ -22,6 +24,8 @@ from inference.sampling import SamplingConfig
 from model.gpt import GPT, GPTState
 from runtime.device import Runtime
 
+# Comes before a marker in the harness's texts. Markers that a task's text spells remain text.
+_IS_MARKER = "\0"
 _MAX_NEW_TOKENS = 256  # for tasks without a limit, as in the harness's other models
 # Tokens of a text that go through the model at once: bounds memory for texts of any length.
 _CHUNK = 512
@@ -55,6 +59,10 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self.gpt = gpt
         self._tokenizer = tokenizer
+        self._markers = {
+            f"{_IS_MARKER}{tokenizer.tokens[token_id].decode()}": token_id
+            for token_id in tokenizer.end_ids
+        }
         self.max_length = max_length or 2**62
         self.micro_batch = micro_batch
         self.runtime = runtime
@@ -68,7 +76,32 @@ class HarnessModel(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
         """Encode a text; there are no special tokens to add."""
-        return self._tokenizer.encode(string)
+        ids: list[int] = []
+        any_marker = "|".join(map(re.escape, self._markers))
+        for text in re.split(f"({any_marker})", string):
+            ids += [self._markers[text]] if text in self._markers else self._tokenizer.encode(text)
+        return ids
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The name that the harness keeps contexts by."""
+        return self._tokenizer.name
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return a conversation as `tok_encode` reads it.
+
+        add_generation_prompt: whether the assistant is to answer, or else to go on with the last
+            message.
+        """
+        text = f"{_IS_MARKER}<|endoftext|>"
+        end = f"{_IS_MARKER}<|end|>"
+        for role, content in map(parse_message, chat_history):
+            text += f"{_IS_MARKER}<|{role}|>{content}" + (end if role == "assistant" else "")
+        if add_generation_prompt:
+            return f"{text}{_IS_MARKER}<|assistant|>"
+        return text.removesuffix(end)
 
     def _loglikelihood_tokens(
         self,

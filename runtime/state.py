@@ -91,6 +91,8 @@ class TrainState(FixedSettings):
     """What runtime.micro_batch=auto chose."""
     micro_batch_for: str = ""
     """The device and the number of processes that micro_batch was chosen for."""
+    eval_batches: Annotated[int, Field(ge=1)] | None = None
+    """What eval.batches was last."""
     processes: Annotated[int, Field(ge=1, le=2**20)] = 1
     """Number of processes, each with its own random numbers."""
     device: Literal["cpu", "cuda"] = "cpu"

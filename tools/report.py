@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 
 from common.command_line import Items
 from common.console import count, say, warn
-from common.figures import log_scale, png, short_count
+from common.figures import drawn, log_scale, png, short_count
 from common.files import (
     file_size,
     make_directory,
@@ -259,7 +259,7 @@ def varying_settings(runs: Sequence[Run]) -> list[str]:
 def page_of(rows: Sequence[Row], unit: str, keys: Sequence[str], title: str) -> str:
     """Return the report as one HTML file. keys: the settings that the table shows."""
     colours = _colours(len(rows))
-    picture = base64.b64encode(_draw(rows, unit, colours)).decode()
+    picture = drawn("the report's picture", lambda: _draw(rows, unit, colours))
     lines = [_cells(row, unit, keys) for row in rows]
     columns = [name for name in lines[0] if any(line[name] for line in lines)]
     head = "".join(f"<th>{html.escape(printable(name))}</th>" for name in columns)
@@ -273,7 +273,7 @@ def page_of(rows: Sequence[Row], unit: str, keys: Sequence[str], title: str) -> 
         title=html.escape(title),
         style=_STYLE,
         made=made,
-        picture=picture,
+        picture=base64.b64encode(picture or b"").decode(),
         head=head,
         body=body,
     )

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from common.figures import png, short_count
+from common.figures import drawn, png, short_count
 from common.files import write_or_warn
 from common.settings import JsonDict
 
@@ -99,7 +99,13 @@ class RunCurves:
 
 
 def draw_losses(curves: RunCurves, path: Path, name: str) -> None:
-    """Draw training and validation loss over tokens; a picture that cannot be written: warns."""
+    """Draw training and validation loss over tokens into a PNG file. A failure is a warning."""
+    picture = drawn(str(path), lambda: _picture(curves, name))
+    if picture is not None:
+        write_or_warn(path, picture)
+
+
+def _picture(curves: RunCurves, name: str) -> bytes:
     figure = Figure(figsize=(8, 5))
     axes = figure.subplots()
     title = name
@@ -131,7 +137,7 @@ def draw_losses(curves: RunCurves, path: Path, name: str) -> None:
     axes.set_xlabel("tokens")
     axes.set_ylabel("loss (nats per token)")
     axes.xaxis.set_major_formatter(short_count)
-    write_or_warn(path, png(figure))
+    return png(figure)
 
 
 def set_limits(axes: Axes, points: Sequence[tuple[int, float]], lows: Sequence[float] = ()) -> None:

@@ -104,6 +104,8 @@ def train(
             is_last = stopped or run.state.step == config.last_step
             if improved or is_last or _is_due(run, config.checkpoint.every):
                 _save(run, saver)
+            if _is_due(run, config.eval.every):
+                records.draw()
         records.draw()
     if run.state.step < config.last_step:
         _say_stopped(run, signals)
@@ -297,7 +299,6 @@ def _evaluate(run: Run, records: Records) -> bool:
     say(f"step {step}: validation loss{answers}{averaged} {figures}")
     if text is not None:
         say(f"step {step} writes:\n  | " + text.replace("\n", "\n  | "))
-    records.draw()
     improved = run.state.best_val_loss is None or loss.per_token < run.state.best_val_loss
     if improved:
         run.update(best_val_loss=loss.per_token, best_step=step)

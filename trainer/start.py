@@ -115,6 +115,7 @@ def open_run(config: TrainConfig, runtime: Runtime, world: World) -> Run:
         # A killed save may have left this undone. Damaged ones stay: their disk may recover.
         if world.is_main and not checkpoint.damaged:
             retain(config.run_dir, run.state, config.checkpoint)
+    run.update(eval_batches=config.eval.batches)
     run.micro_batch = _choose_micro_batch(run)
     if runtime.proof:
         prove(run)

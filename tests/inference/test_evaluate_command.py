@@ -40,7 +40,7 @@ def sets_dir(make_dataset):
 @pytest.fixture
 def trained(run_of, sets_dir):
     """Trains a tiny model on the sets, once for all tests, and returns where."""
-    settings = {"runtime.dtype": "float64", "max_steps": 3, "dataset_dir": str(sets_dir)}
+    settings = {"runtime.dtype": "float64", "max_steps": 3, "dataset_dir": str(sets_dir), "eval.batches": None}
     return lambda changes=None: run_of(settings | (changes or {}))
 
 
@@ -168,7 +168,7 @@ def test_long_contexts_are_those_of_one_call(trained, sets_dir, monkeypatch, att
     contexts = [50, 300, longest]
     result = evaluated(run_dir, contexts=contexts[::-1], context_windows=None, micro_batch=4)
     gpt, _ = load_model(run_dir)
-    assert [row["context"] for row in result["contexts"]] == contexts
+    assert [row["context"] for row in result["contexts"]] == sorted([SEQ_LEN, *contexts])
     for row in result["contexts"]:
         found = in_windows(gpt, tokens, row["context"])
         assert row["tokens"] == len(found) == longest
@@ -241,7 +241,7 @@ def test_what_cannot_be_measured_is_said(trained, settings, message):
 
 def test_contexts_that_are_possible_are_chosen(trained, sets_dir):
     assert 1024 < len(all_tokens(sets_dir)) < 4096
-    assert [row["context"] for row in evaluated(trained())["contexts"]] == [1024]
+    assert [row["context"] for row in evaluated(trained())["contexts"]] == [SEQ_LEN, 1024]  # on the same text
     assert evaluated(trained({"model.position": {"name": "learned", "max_len": 16}}))["contexts"] == []
 
 
@@ -294,8 +294,9 @@ def test_the_picture_shows_errors_and_plain_numbers(trained, monkeypatch):
     draw_evaluation(result, SEQ_LEN)
     axes = drawn[0].axes[0]
     assert {"16", "64", "256"} <= {label.get_text() for label in axes.get_xticklabels()}
-    bands = [band.get_datalim(axes.transData) for band in axes.collections[1:3]]  # the first, of windows, is empty
-    rows = [[row for row in context["by_position"] if row["stop"] > 16] for context in result["contexts"]]
+    # The first bands, of windows and of contexts of 16 tokens, are empty.
+    bands = [band.get_datalim(axes.transData) for band in axes.collections[2:4]]
+    rows = [[row for row in context["by_position"] if row["stop"] > 16] for context in result["contexts"][1:]]
     assert [band.y1 for band in bands] == pytest.approx([max(r["loss"] + r["error"] for r in each) for each in rows])
     draw_evaluation(result | {"contexts": [], "loss_of": "answers"}, SEQ_LEN)
     assert drawn[1].get_suptitle().startswith("loss on answers ")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from common.settings import UserError, decode
+from data.chat import ChatTokenizer
 from data.tokenizer import load_tokenizer
 from model.gpt import GPT
 from runtime.checkpoint import load_model
@@ -131,6 +132,20 @@ def test_rolling_log_likelihoods_count_each_token_in_one_window(harness_model, c
     assert found == pytest.approx([expected], rel=1e-10)
 
 
+def test_a_conversation_is_that_of_training(harness_model):
+    from inference.harness_model import HarnessModel
+
+    plain = harness_model()
+    tokenizer = ChatTokenizer(plain._tokenizer)
+    model = HarnessModel(plain.gpt, tokenizer, None, 2, plain.runtime)
+    talk = [("system", "be <|end|>"), ("user", "<|user|>é"), ("assistant", " a\n"), ("user", "")]
+    messages = [{"role": role, "content": text} for role, text in talk]
+    asked = [tokenizer.eot_id, *tokenizer.encode_chat(talk, answer=True)]
+    assert model.tok_encode(model.apply_chat_template(messages)) == asked
+    begun = [tokenizer.eot_id, *tokenizer.encode_chat(talk[:3])][:-1]
+    assert model.tok_encode(model.apply_chat_template(messages[:3], add_generation_prompt=False)) == begun
+
+
 def greedy_text(model, prompt, n):
     ids = model._tokenizer.encode(prompt) or [model._tokenizer.eot_id]
     new = []
@@ -247,8 +262,11 @@ def test_the_command_runs_tasks_of_every_kind(command, trained, tasks):
     assert json.loads(kept.read_text()) == found
     assert ",runtime.dtype=float64" in kept.name
     assert found["average"] is False
-    for word in ("local_multiple_choice", "acc", "bits_per_byte", f"written to {run_dir / 'lm_eval.json'}"):
-        assert word in done.out
+    assert f"written to {run_dir / 'lm_eval.json'}" in done.out
+    table = [line.split() for line in done.out.splitlines()]
+    assert ["task", "examples", "filter", "metric", "value", "standard", "error"] in table
+    accuracy, error = [f"{results['local_multiple_choice'][f'acc{kind},none']:.4f}" for kind in ("", "_stderr")]
+    assert ["local_multiple_choice", "0", "none", "acc", accuracy, error] in table
 
 
 @pytest.mark.usefixtures("own_tasks_alone")
@@ -269,6 +287,7 @@ def test_mistakes_cost_one_line(command, trained, tasks, monkeypatch):
     assert not refused("task 'local multiple' does not exist", own, "tasks=local multiple")
     assert not refused("tasks is empty: give names of tasks, such as tasks=lambada_openai,hellaswag", own)
     assert not refused("max_length=25 is more than the model's 24 learned positions: lower it", choice, "max_length=25")
+    assert not refused("needs a chat model, and", own, choice, "apply_chat_template=true")
     assert not refused("include_path=/no/such is not a folder", choice, "include_path=/no/such")
     # before this line are the harness's own
     refused("num_fewshot=50: the harness failed (Sample larger than", own, choice, "num_fewshot=50")

@@ -78,6 +78,12 @@ def test_the_chat_template_gives_our_ids(inner, tmp_path):
         for answer in (False, True):
             template = other.apply_chat_template(messages, add_generation_prompt=answer, return_dict=False)
             assert template == [tokenizer.eot_id, *tokenizer.encode_chat(talk, answer)]
+        masked = other.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        targets = [0]
+        for role, text in talk:
+            in_answer = role == "assistant"
+            targets += [0] + [int(in_answer)] * (len(tokenizer.encode(text)) + in_answer)
+        assert masked["assistant_masks"] == targets
     assert other.decode(template, skip_special_tokens=True) == "".join(text for _, text in talk)
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     assert other.apply_chat_template(parts, return_dict=False)[2:] == tokenizer.encode("ab")

@@ -115,13 +115,13 @@ def test_eval_says_that_the_loss_is_on_answers(chat, dataset_dir, make_dataset, 
     )
     config = chat({"stop_at": 2})
     fit(config)
-    arguments = [f"checkpoint={config.run_dir}", "runtime.device=cpu", "contexts=[]"]
+    arguments = [f"checkpoint={config.run_dir}", "runtime.device=cpu", "batches=all", "contexts=[]"]
     counted = sum(target >= 0 for target in targets_of(config, "val")[1])
     assert f"(val, {counted:,} tokens): loss on answers " in command("eval", *arguments).out
     assert " tokens): loss 5." in command("eval", *arguments, f"dataset_dir={dataset_dir}").out
     none = command("eval", *arguments, "seq_len=1", "batches=1", f"dataset_dir={questions}")
-    assert none.err == "error: batches=1 has no answer to evaluate: give more, or null for all\n"
-    long = command("eval", *arguments[:2], "contexts=[2]", "context_windows=1", f"dataset_dir={questions}").out
+    assert none.err == "error: batches=1 has no answer to evaluate: give more, or batches=all\n"
+    long = command("eval", *arguments[:3], "contexts=[2]", "context_windows=1", f"dataset_dir={questions}").out
     assert re.search(r" 2 +0 +no answer +no answer +no answer", long)
 
 

@@ -93,18 +93,18 @@ def test_evaluation_leaves_the_model_training_and_without_gradients(gpt, val, da
     assert all(p.grad is None for p in gpt.parameters())
 
 
-def test_command_evaluates_n_batches_or_all_and_writes_what_it_prints(tiny, capsys):
-    fit(tiny({"runtime.dtype": "float64", "eval.batches": None}))
+def test_command_evaluates_what_training_does_and_writes_what_it_prints(tiny, capsys, val):
+    fit(tiny({"runtime.dtype": "float64", "eval.batches": 2}))
     run_dir = tiny().run_dir
     raw = {"checkpoint": str(run_dir), "micro_batch": 3, **ON_SPLIT}
-    run_evaluation(decode(EvaluateConfig, raw | {"batches": 2}))
-    assert json.loads((run_dir / "eval.json").read_text())["tokens"] == 2 * 64  # batches of training
+    run_evaluation(decode(EvaluateConfig, raw | {"batches": "all"}))
+    assert json.loads((run_dir / "eval.json").read_text())["tokens"] == val.n_tokens - 1
 
     run_evaluation(decode(EvaluateConfig, raw))
     result = json.loads((run_dir / "eval.json").read_text())
     last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
-    assert result["step"] == 6
-    assert result["loss"] == pytest.approx(last["val_loss"], rel=1e-12)  # what training itself measured
+    assert (result["step"], result["tokens"]) == (6, 2 * 64)  # batches of training
+    assert result["loss"] == pytest.approx(last["val_loss"], rel=1e-12)
     assert result["bits_per_byte"] == pytest.approx(last["val_bits_per_byte"], rel=1e-12)
     out = capsys.readouterr().out
     assert f"loss {result['loss']:.4f}" in out
@@ -113,7 +113,7 @@ def test_command_evaluates_n_batches_or_all_and_writes_what_it_prints(tiny, caps
 
 def test_the_training_split_can_be_evaluated(run_of, dataset_dir):
     run_dir = run_of({"max_steps": 2})
-    raw = {"checkpoint": str(run_dir), "split": "train", "seq_len": 1000, **ON_SPLIT}
+    raw = {"checkpoint": str(run_dir), "split": "train", "seq_len": 1000, "batches": "all", **ON_SPLIT}
     run_evaluation(decode(EvaluateConfig, raw))
     tokens = read_manifest(dataset_dir).splits["train"].total.tokens
     assert json.loads((run_dir / "eval.json").read_text())["tokens"] == tokens - 1

@@ -1,4 +1,4 @@
-"""loss.png is drawn whatever lines there are; pytest turns every warning of matplotlib into an error."""
+"""loss.png is drawn whatever lines there are, without a warning."""
 
 import resource
 import struct
@@ -34,7 +34,7 @@ def event(step, **more):
     ],
     ids=["one point", "one evaluation", "no evaluation", "many", "billions of tokens", "nothing"],
 )
-def test_a_picture_of(lines, tmp_path, monkeypatch):
+def test_a_picture_of(lines, tmp_path, monkeypatch, capsys):
     path, drawn = tmp_path / "loss.png", []
     monkeypatch.setattr("trainer.curves.png", lambda figure: drawn.append(figure) or png(figure))
     path.write_bytes(b"an older picture")
@@ -45,6 +45,21 @@ def test_a_picture_of(lines, tmp_path, monkeypatch):
     assert struct.unpack(">II", content[16:24]) == (960, 600)
     assert [p.name for p in tmp_path.iterdir()] == ["loss.png"]
     assert all(line.get_marker() == "o" for line in drawn[0].axes[0].lines if len(line.get_xdata()) == 1)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_picture_never_ends_a_run_and_warns_once(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "loss.png"
+    for _ in range(2):
+        draw_losses(RunCurves([train(1)]), path, "runs/实验")
+    before = path.read_bytes()
+    assert capsys.readouterr().err.startswith(f"warning: {path}: Glyph 23454 ")
+    monkeypatch.setattr("trainer.curves.png", lambda figure: figure.no_latex)
+    for _ in range(2):
+        draw_losses(RunCurves([train(1)]), path, "run")
+    assert capsys.readouterr().err == f"warning: {path} was not drawn: 'Figure' object has no attribute 'no_latex'\n"
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 1000])
