@@ -20,7 +20,6 @@ from cli.resume import compose_run
 from cli.sweep import Command, run_sweep
 from common import exits
 from common.console import guard_output, print_error
-from common.interrupts import allow_cleanup
 from common.settings import JsonDict, Settings, UserError, decode, line_for
 
 EXTRAS = {"fastapi": "serve", "uvicorn": "serve", "lm_eval": "lm-eval", "transformers": "hf"} | {
@@ -69,7 +68,6 @@ def command(
         decoded = decode(kind, _with_texts(config, texts))
         if only_check:
             return resolve_name(check)(decoded) if check else None
-        allow_cleanup()
         return function(decoded) if settings else function(**dict(decoded))
 
     try:

@@ -1,5 +1,4 @@
-"""Examines this machine: versions, checks, rates and a training step; prints them, and what to
-do."""
+"""Examines this machine: versions, checks and a training step; prints them, and what to do."""
 
 import os
 import platform
@@ -10,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.benchmark import Timer
 
 from common.console import count, say
 from common.files import make_directory, refuse_foreign, write_json
-from common.memory import available_memory, out_of_memory
+from common.memory import out_of_memory
 from common.numbers import ceil_div
 from common.settings import UserError, decode
 from model.gpt import GPT
@@ -22,7 +20,6 @@ from runtime.device import (
     Runtime,
     compiles,
     open_runtime,
-    peak_flops,
     triton_version,
     why_gpu_is_unseen,
 )
@@ -46,7 +43,7 @@ AGREES = "agree with plain torch"
 
 
 def examine(out: Path | None, training: bool) -> None:
-    """Print tables of this machine and lines of what to do; write all of it to `out`, too.
+    """Print a table of this machine and lines of what to do; write all of it to `out`, too.
 
     Raises:
         UserError: something does not work.
@@ -72,7 +69,6 @@ def examine(out: Path | None, training: bool) -> None:
             return None
 
     about = attempt("versions", versions) or {}
-    measured = attempt("rates", lambda: rates(runtime.device)) or []
     proofs: dict[str, str] = {}
     if device == "cuda":
         proofs = attempt("gradients", prove_models) or {}
@@ -84,12 +80,10 @@ def examine(out: Path | None, training: bool) -> None:
     rows = about | {f"gradients of {name}": outcome for name, outcome in proofs.items()}
     rows |= trained or {}
     print_table("this machine", [{"what": name, "found": value} for name, value in rows.items()])
-    if measured:
-        print_table("matrix products, and copies (bytes read and written)", measured)
     for line in lines or ["nothing is wrong"]:
         say(f"- {line}")
     if out is not None:
-        write_json(out, {"machine": rows, "rates": measured, "findings": lines})
+        write_json(out, {"machine": rows, "findings": lines})
         say(f"written to {out}")
     if problems:
         raise UserError(
@@ -173,7 +167,7 @@ def versions() -> Row:
         "triton": triton_version(),
         "driver": driver(),
         "commit": here["git_commit"],
-        "free memory": gigabytes(available_memory()),
+        "memory": gigabytes(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
         "free disk": gigabytes(shutil.disk_usage(".").free),
     }
     for index in range(torch.cuda.device_count()):
@@ -228,29 +222,3 @@ def _of_gpu() -> Iterator[str]:
             "triton is not installed, so kernels and torch.compile are not used: install the "
             "extra triton"
         )
-
-
-SIZES = {"cpu": 512, "cuda": 8192}
-BYTES = {"cpu": 2**27, "cuda": 2**30}
-_SECONDS = 0.3
-
-
-def rates(device: torch.device) -> list[Row]:
-    """Square matrix products, in TFLOP/s, and copies, in GB/s read and written, by type."""
-    n = SIZES[device.type]
-    rows: list[Row] = []
-    for dtype in (torch.bfloat16, torch.float32):
-        a = torch.randn(n, n, device=device).to(dtype)
-        x = torch.zeros(BYTES[device.type] // dtype.itemsize, dtype=dtype, device=device)
-        y = torch.empty_like(x)
-        peak = peak_flops(device, dtype)
-        product = 2 * n**3 / _seconds("a @ a", a=a)
-        copied = 2 * x.nbytes / _seconds("y.copy_(x)", x=x, y=y)
-        row = {"type": str(dtype).removeprefix("torch."), "TFLOP_per_s": product / 1e12}
-        rows.append(row | {"of_peak": peak and product / peak, "GB_per_s": copied / 1e9})
-    return rows
-
-
-def _seconds(statement: str, **tensors: torch.Tensor) -> float:
-    timer = Timer(statement, globals=tensors, num_threads=torch.get_num_threads())
-    return float(timer.blocked_autorange(min_run_time=_SECONDS).median)

@@ -66,7 +66,7 @@ def step_memory(
         gpt: may be on the meta device.
         runtime: of the training; its device need not exist.
         accumulated: whether a step has several micro-batches; matters for several devices only.
-        means: numbers of the optimizer's state, and of averaged weights, for each parameter.
+        means: numbers of the optimizer's state for each parameter.
     """
     wide = runtime.param_dtype.itemsize
     narrow = runtime.dtype.itemsize

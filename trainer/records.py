@@ -54,7 +54,7 @@ class Records:
             write_or_warn(self._run_dir / "samples.txt", "\n\n".join(samples) + "\n")
 
     def close(self) -> None:
-        """Finish the trackers and close metrics.jsonl; OSError: its last lines are lost."""
+        """Finish the trackers and close metrics.jsonl."""
         for tracker in self._trackers:
             tracker.finish()
         if self.log is not None:

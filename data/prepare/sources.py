@@ -37,6 +37,9 @@ JSON_LINES = tuple(
 )
 
 
+_JSON = tuple(f".json{packed}" for packed in ("", *COMPRESSED))
+
+
 class Source(Settings):
     """Where documents come from."""
 
@@ -213,16 +216,11 @@ class NamedFiles(FileSource):
         for pattern in [self.path] if isinstance(self.path, str) else self.path:
             for path in self._files_of(pattern):
                 paths.setdefault(os.path.realpath(path), path)
-        # Names are written as JSON, which holds no bytes that are not UTF-8.
-        inputs: dict[str, int | None] = {
-            os.fsencode(path).decode(errors="backslashreplace"): _size(Path(path))
-            for path in paths.values()
-        }
-        if len(inputs) < len(paths):
-            raise UserError(
-                "data.path: two names are equal when bytes that are not UTF-8 are escaped: "
-                "rename one"
-            )
+        inputs: dict[str, int | None] = {}
+        for path in paths.values():
+            if re.search("[\udc80-\udcff]", path):  # Python's form of other bytes
+                raise UserError(f"the name of {path} is not in UTF-8, as JSON needs: rename it")
+            inputs[path] = _size(Path(path))
         return inputs
 
     def _files_of(self, pattern: str) -> list[str]:
@@ -246,14 +244,8 @@ class NamedFiles(FileSource):
         return files
 
     def path_of(self, name: str) -> Path:
-        """Return the file with a name in `inputs`. Its path may have bytes that are not UTF-8."""
-        if os.path.lexists(name):
-            return Path(name)
-
-        def unescaped(match: re.Match[bytes]) -> bytes:
-            return bytes.fromhex(match[1].decode())
-
-        return Path(os.fsdecode(re.sub(rb"\\x([0-9a-f]{2})", unescaped, name.encode())))
+        """Return the file with a name in `inputs`."""
+        return Path(name)
 
     def read(self, path: Path, seen: CountBytes) -> Iterator[Any]:
         """Yield the lines of a file of JSON lines; a blank line is not a document."""
@@ -275,39 +267,18 @@ class NamedFiles(FileSource):
 
 
 class TextSource(NamedFiles, defaults="data/text"):
-    """Text files. Files of JSON lines are read as such."""
+    """Text files. Those named as JSON are read as JSON lines."""
 
     name: Literal["text"]
 
     def read(self, path: Path, seen: CountBytes) -> Iterator[Any]:
         """Yield the file as one document, or a long one as several, to be split by their hashes."""
-        is_lines = path.name.lower().endswith(JSON_LINES)
-        if not is_lines:
-            head = ""
-            for text in read_text(path, lambda _: None):  # an error refuses the whole file
-                head = head or text
-            is_lines = self._has_lines(head, is_json=".json" in path.name.lower())
-        if is_lines:
+        if path.name.lower().endswith((*JSON_LINES, *_JSON)):
             yield from super().read(path, seen)
-        else:
-            yield from passages(read_text(path, seen))
-
-    def _has_lines(self, head: str, is_json: bool) -> bool:
-        """Whether a text that begins so is JSON lines. Raises Unreadable.
-
-        `is_json`: its file is named so.
-        """
-        line, end, rest = head.partition("\n")
-        begins_object = re.match(r'\s*\{\s*"', line) is not None
-        is_object = begins_object and (not end or line.rstrip().endswith("}"))
-        if is_object and rest.lstrip().startswith("{"):
-            return True
-        has_text = rf'"{re.escape(self.text_field)}"\s*:'
-        # An array of objects, or an object that begins with one.
-        array = rf'\s*\[\s*\{{\s*"|\s*\{{[^{{[]*\[\s*\{{[^{{}}]*{has_text}'
-        if re.match(array, head) or (is_json and re.match(r"\s*\[", head)):
-            raise Unreadable(ARRAY)
-        return is_object and re.search(has_text, line) is not None
+            return
+        for _ in read_text(path, lambda _: None):
+            pass  # an error refuses the whole file
+        yield from passages(read_text(path, seen))
 
 
 class JsonlSource(NamedFiles, defaults="data/jsonl"):
