@@ -4,9 +4,6 @@ A command gets its configuration as a plain dict. A user's mistake is one line o
 exit status 1; `--debug` shows the traceback instead.
 """
 
-import common.interrupts  # noqa: F401 first
-
-# isort: split
 from cli.command import command
 from cli.compose import CONFIGS, compose, to_dict
 

@@ -20,7 +20,6 @@ from cli.resume import compose_run
 from cli.sweep import Command, run_sweep
 from common import exits
 from common.console import guard_output, print_error
-from common.interrupts import allow_cleanup
 from common.settings import JsonDict, Settings, UserError, decode, line_for
 
 EXTRAS = {"fastapi": "serve", "uvicorn": "serve", "lm_eval": "lm-eval", "transformers": "hf"} | {
@@ -53,6 +52,9 @@ def command(
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
     )  # a lost process is one line of ours, not twenty of torch's
+    # Threads of OpenMP wait for each other by spinning. Where other processes use the CPU too, one of
+    # them is not running, and the others would use up its time (docs/research.md).
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     os.environ["MPLBACKEND"] = "agg"  # a notebook's may not be installed here
     logging.getLogger().setLevel(logging.ERROR)
     guard_output(lossy=config_name == "train")  # whose work is not its output
@@ -69,7 +71,6 @@ def command(
         decoded = decode(kind, _with_texts(config, texts))
         if only_check:
             return resolve_name(check)(decoded) if check else None
-        allow_cleanup()
         return function(decoded) if settings else function(**dict(decoded))
 
     try:

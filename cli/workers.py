@@ -36,9 +36,6 @@ def among_others(launcher: str) -> Iterator[None]:
         finally:
             if os.getppid() != parent:  # joblib's worker would wait for jobs for ever
                 os._exit(AGAIN)
-    elif launcher.startswith("submitit"):
-        with saving_before_requeue():
-            yield
     else:
         yield
 
@@ -103,29 +100,3 @@ def visible_gpus() -> list[str]:
 
         return [str(number) for number in range(torch.cuda.device_count())]
     return [gpu.strip() for gpu in named.split(",") if gpu.strip() not in ("", "-1")]
-
-
-@contextlib.contextmanager
-def saving_before_requeue() -> Iterator[None]:
-    """Save before submitit requeues a job at its time limit; submitit does so at SIGUSR2."""
-    requeue, asked = signal.getsignal(signal.SIGUSR2), False
-
-    def save_first(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
-        if callable(signal.getsignal(signal.SIGUSR1)):  # set by StopSignals while training runs
-            signal.raise_signal(signal.SIGUSR1)
-        elif callable(requeue):
-            requeue(number, frame)
-
-    signal.signal(signal.SIGUSR2, save_first)
-    try:
-        yield
-    except SystemExit:
-        if asked and callable(requeue):
-            requeue(
-                signal.SIGUSR2, None
-            )  # raises another SystemExit, or submitit's error at the last time-out
-        raise
-    finally:
-        signal.signal(signal.SIGUSR2, requeue)

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib.style
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from common.console import warn_once
 
@@ -37,15 +35,6 @@ def drawn(name: str, draw: Callable[[], bytes]) -> bytes | None:
     if caught:
         warn_once(f"{name}: {caught[0].message}")
     return picture
-
-
-def log_scale(axes: Axes) -> None:
-    """Make the y axis logarithmic, with plain numbers at its ticks."""
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def short_count(x: float, _: float) -> str:

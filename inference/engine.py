@@ -12,27 +12,20 @@ between two steps. The engine works in turns. Each turn
 """
 
 import contextlib
-import functools
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from common.memory import available_memory
 from common.settings import UserError
 from inference.generation import Generation
 from inference.prefill import Prefix, Request, chunk_size, read
 from inference.sampling import NOT_FINITE, SamplingConfig, draw
 from model.gpt import GPT
 from model.graphs import DecodingStep
-from model.state import cat_states, lengthened, select_rows, state_bytes
-
-# A cache that grows is copied into a buffer of twice its size: see model/attention/cache.py.
-_COPIES = 3
+from model.state import cat_states, select_rows, state_bytes
 
 
 @contextlib.contextmanager
@@ -148,14 +141,8 @@ class Engine:
         self._read_prompts()
         self._draw()
 
-    @functools.cached_property
-    def _one_token(self) -> Any:
-        """The state after one token, on the CPU."""
-        prefix, _ = read(self.gpt, torch.tensor([[0]]), self.n_vocab)
-        return tree_map_only(Tensor, Tensor.cpu, prefix.state)
-
     def check(self, request: Request) -> None:
-        """Raise UserError if a request exceeds the learned positions or the free memory."""
+        """Raise UserError if a request exceeds the learned positions."""
         max_len = self.gpt.config.max_len
         n_tokens = request.n_read
         if max_len is not None and n_tokens > max_len:
@@ -163,15 +150,6 @@ class Engine:
                 f"a prompt of {request.n_prompt} tokens (<|endoftext|> before it included) and "
                 f"{request.max_tokens} new tokens do not fit into the model's {max_len} learned "
                 "positions: shorten one of them"
-            )
-        needed = state_bytes(lengthened(self.gpt, self._one_token, n_tokens))
-        available = _free_memory(self.gpt.device)
-        if _COPIES * needed > available:
-            raise UserError(
-                f"a text of {n_tokens:,} tokens does not fit into memory: its keys and values are "
-                f"{needed:,} bytes, {_COPIES} times as many while they grow, and "
-                f"{available:,} bytes are available: shorten it, or use a model with a state of "
-                "one size, such as log_space"
             )
 
     def fail(self, error: Exception) -> None:
@@ -264,14 +242,6 @@ class Engine:
         if len(rows) < len(self._writing):
             self._writing = [self._writing[row] for row in rows]
             self._texts = select_rows(self._texts, rows) if rows else None
-
-
-def _free_memory(device: torch.device) -> int:
-    """Bytes that may still be allocated on a device."""
-    if device.type == "cpu":
-        return available_memory()
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def stream(engine: Engine, generation: Generation) -> Iterator[str]:

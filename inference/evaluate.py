@@ -87,7 +87,10 @@ def run_evaluation(config: EvaluateConfig) -> None:
         config = config.model_copy(update={"dataset_dir": None})
     with join_world(plan.loaded.runtime.device) as world:
         settings = config.model_dump(mode="json", exclude={"checkpoint", "dataset_dir", "runtime"})
-        data = {"weights": plan.loaded.identity, "dataset_fingerprint": plan.manifest.fingerprint}
+        data = {
+            "weights": plan.loaded.checkpoint.identity,
+            "dataset_fingerprint": plan.manifest.fingerprint,
+        }
         world.check_equal(settings | data)
         result = measure(plan, world)
         show_evaluation(result, str(checkpoint.path))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from common.console import say, say_once
+from common.console import say_once
 from common.files import name_of
 from common.settings import JsonDict, Settings, UserError
 from data.shards import Manifest, read_manifest
@@ -22,11 +22,6 @@ class ModelConfig(Settings):
 
     checkpoint: Path
     """A run directory (its newest checkpoint), or a checkpoint."""
-    average: bool
-    """Load the averaged weights, if the run has them (average in train.py).
-
-    false: those of the last step.
-    """
     runtime: DeviceConfig
 
 
@@ -37,8 +32,6 @@ class Loaded(NamedTuple):
     gpt: GPT
     tokenizer: Tokenizer
     runtime: Runtime
-    identity: str
-    """A hex digest that identifies the model."""
 
     def place(self, device: torch.device, *, autocast: bool) -> GPT:
         """Move the model to `device`, for evaluation.
@@ -60,7 +53,6 @@ class Loaded(NamedTuple):
             "run": self.checkpoint.run_dir.name,
             "checkpoint": self.checkpoint.path.name,
             "step": self.checkpoint.state.step,
-            "average": config.average and self.checkpoint.state.average is not None,
         }
 
     def write_result(self, result: JsonDict, config: ModelConfig, kind: str) -> None:
@@ -112,8 +104,4 @@ def load(config: ModelConfig) -> Loaded:
     """
     runtime = open_runtime(config.runtime)
     checkpoint = open_model(config.checkpoint)
-    if checkpoint.state.average is not None:
-        which = "averaged weights" if config.average else "the weights of the last step"
-        say(f"{checkpoint.path}: {which}")
-    identity = checkpoint.identity(config.average)
-    return Loaded(checkpoint, *load_model(checkpoint, config.average), runtime, identity)
+    return Loaded(checkpoint, *load_model(checkpoint), runtime)

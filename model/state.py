@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._pytree import (
     KeyPath,
@@ -19,10 +19,6 @@ from torch.utils._pytree import (
     tree_map,
     tree_map_with_path,
 )
-
-from model.attention.cache import KVCache, SparseCache
-from model.attention.sparse import SparseAttention
-from model.ops.sparse_attention.patterns import needed_keys
 
 
 def _per_row(x: Any) -> bool:
@@ -104,36 +100,3 @@ def restored(like: Any, tensors: Mapping[str, Tensor]) -> Any:
 def state_bytes(state: Any) -> int:
     """Bytes of all tensors of a state, excluding token counts and a cache's spare capacity."""
     return sum(x.nbytes for x in tree_leaves(state) if isinstance(x, Tensor))
-
-
-def lengthened(gpt: nn.Module, state: Any, n: int) -> Any:
-    """Return a state of the size after n tokens. Keys and values share memory."""
-    patterns = [module.patterns for module in gpt.modules() if isinstance(module, SparseAttention)]
-    patterns.reverse()  # to be popped in the order of the layers
-
-    def lengthen(x: Any) -> Any:
-        if isinstance(x, KVCache):
-            lengths = (n,) * len(x.lengths)
-            return KVCache(repeated_columns(x.k, n), repeated_columns(x.v, n), lengths)
-        if isinstance(x, SparseCache):
-            lengths = (n,) * len(x.lengths)
-            j = torch.arange(n, device=x.k.device)
-            j = j[needed_keys(patterns.pop(), j, torch.tensor(n, device=j.device))]
-            place = (1 + j).to(torch.int32).expand(len(lengths), 1, -1)
-            k = repeated_columns(x.k, len(j))
-            return SparseCache(k, repeated_columns(x.v, len(j)), place, lengths)
-        return (n,) * len(x) if isinstance(x, tuple) else x
-
-    def is_leaf(x: Any) -> bool:
-        return isinstance(x, KVCache | SparseCache) or _per_row(x)
-
-    position = state.position
-    if isinstance(position, Tensor) and not position.is_floating_point():  # counts of tokens
-        position = torch.full_like(position, n)
-    return tree_map(lengthen, state._replace(position=position), is_leaf=is_leaf)
-
-
-def repeated_columns(x: Tensor, n: int) -> Tensor:
-    """A view: (B, H, S, D) -> (B, H, n, D), all equal to the last column, or 0 if there is none."""
-    last = x[:, :, -1:] if x.shape[2] else x.new_zeros(*x.shape[:2], 1, x.shape[3])
-    return last.expand(-1, -1, n, -1)

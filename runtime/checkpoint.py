@@ -2,7 +2,7 @@
 
 A checkpoint is a folder `step-00001000` with
 
-    model.safetensors       tensors by parameter name, and averaged weights as average/NAME
+    model.safetensors       tensors by parameter name
     optimizer.safetensors   tensors by parameter name
     random.safetensors      the state of every process's random numbers
     state.json              the rest of the run's state: TrainState
@@ -18,7 +18,6 @@ resumed from the newest checkpoint that is whole.
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -26,7 +25,6 @@ import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 from pydantic import Field
@@ -73,9 +71,6 @@ Tensors = Mapping[str, Mapping[str, Tensor]]
 """For each of "model", "optimizer" and "random", tensors by name."""
 
 
-AVERAGE = "average/"  # before the names of parameters
-
-
 class CheckpointConfig(Settings, defaults="train:checkpoint"):
     """When to save, and what to keep."""
 
@@ -85,9 +80,6 @@ class CheckpointConfig(Settings, defaults="train:checkpoint"):
     """How many of the newest checkpoints to keep, besides the one with the lowest loss."""
     keep_every: int | None = Field(ge=1)
     """Checkpoints at multiples of this step are never deleted; null: none."""
-    on_error: Literal["stop", "continue"]
-    """When a checkpoint cannot be written (full disk): stop, or keep training and try again at the
-    next one."""
 
 
 class Damaged(UserError):
@@ -119,10 +111,10 @@ class Checkpoint:
         path = self.path if len(self.path.parts) > 2 else self.path.absolute()
         return path.parent.parent if path.parent.name == "checkpoints" else path
 
-    def identity(self, average: bool = True) -> str:
+    @property
+    def identity(self) -> str:
         """A hex digest of the sums of weights and configuration, which no other model has."""
-        averaged = average and self.state.average is not None
-        described = json.dumps([self.sums["model.safetensors"], self.sums["state.json"], averaged])
+        described = self.sums["model.safetensors"] + self.sums["state.json"]
         return hashlib.sha256(described.encode()).hexdigest()
 
     def tensors(
@@ -219,24 +211,15 @@ def open_checkpoint(
         return _open(path, files)
     checkpoint = open_newest(path, files)
     if checkpoint is None:
-        raise UserError(f"{key}={path} holds no checkpoint{_what_it_is(path)}")
+        runs = sorted(str(folder.parent) for folder in path.glob("*/checkpoints"))
+        remedy = f"such as {runs[0]}" if runs else "or a step-... folder"
+        raise UserError(f"{key}={path} holds no checkpoint: give a run directory, {remedy}")
     return checkpoint
 
 
 def open_model(path: str | Path, key: str = "checkpoint") -> Checkpoint:
     """Like `open_checkpoint`, but verify only the files needed to run the model."""
     return open_checkpoint(path, _MODEL_FILES, key)
-
-
-def _what_it_is(path: Path) -> str:
-    """Say what a folder without checkpoints seems to be, and what to give."""
-    if (path / "model.safetensors").exists():
-        remedy = "give the run that it was exported from (import_gpt2.py reads GPT-2)"
-        return f", but a model for other programs: {remedy}"
-    runs = sorted(str(folder.parent) for folder in path.glob("*/checkpoints"))
-    if runs:
-        return f" itself: give a run in it, such as {runs[0]}"
-    return ": give a run directory or a step-... folder"
 
 
 def open_newest(run_dir: Path, files: Collection[str] = _FILES) -> Checkpoint | None:
@@ -313,11 +296,8 @@ def _version_of_state(path: Path) -> object:
     return None
 
 
-def load_model(path: str | Path | Checkpoint, average: bool = True) -> tuple[GPT, Tokenizer]:
+def load_model(path: str | Path | Checkpoint) -> tuple[GPT, Tokenizer]:
     """Load model and tokenizer from a run's newest checkpoint, or from the checkpoint at `path`.
-
-    Args:
-        average: load the averaged weights, if the run has them.
 
     Raises:
         UserError: there is no checkpoint, a file is damaged, or the tokenizer has more ids than the
@@ -328,7 +308,7 @@ def load_model(path: str | Path | Checkpoint, average: bool = True) -> tuple[GPT
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
     with torch.device("meta"):
         gpt = GPT(state.model, state.data.reset_at(tokenizer.eot_id))
-    gpt.load_state_dict(read_weights(checkpoint, gpt, average), assign=True)
+    gpt.load_state_dict(read_weights(checkpoint, gpt), assign=True)
     if tokenizer.n_vocab > gpt.config.n_vocab:
         ids = f"{tokenizer.n_vocab} ids, but the model has only {gpt.config.n_vocab}"
         raise UserError(f"{checkpoint.path} has a tokenizer with {ids}: use another checkpoint")
@@ -336,27 +316,15 @@ def load_model(path: str | Path | Checkpoint, average: bool = True) -> tuple[GPT
 
 
 def read_weights(
-    checkpoint: Checkpoint, gpt: GPT, average: bool = True, rows: Mapping[str, slice] | None = None
+    checkpoint: Checkpoint, gpt: GPT, rows: Mapping[str, slice] | None = None
 ) -> dict[str, Tensor]:
     """Read the weights of `gpt` from a checkpoint of such a model, by name.
 
     Args:
-        average: read the averaged weights, if the run has them.
         rows: what to read of some weights; the others are read whole.
     """
-    weights = gpt.state_dict()
-    names = {name: name for name in weights}  # of weights, by their names in the file
-    if checkpoint.state.average is not None:
-        names |= {AVERAGE + name: name for name, _ in gpt.named_parameters()}
-    expected: Expected = {key: (weights[name].shape, FLOATS) for key, name in names.items()}
-    rows = rows or {}
-    rows_in_file = {key: rows[name] for key, name in names.items() if name in rows}
-    tensors = checkpoint.tensors("model", expected, rows_in_file)
-    read = {}
-    for name in weights:
-        averaged = average and AVERAGE + name in tensors
-        read[name] = tensors[AVERAGE + name if averaged else name]
-    return read
+    expected: Expected = {name: (value.shape, FLOATS) for name, value in gpt.state_dict().items()}
+    return checkpoint.tensors("model", expected, rows)
 
 
 # Resuming
@@ -374,14 +342,14 @@ def find_checkpoint(run_dir: Path, world: World) -> Checkpoint | None:
     identity = ""
     if checkpoint is not None:
         name = checkpoint.path.name
-        identity = checkpoint.identity()
+        identity = checkpoint.identity
     name, identity = world.exchange((name, identity))[0]
     if world.is_main or not name:
         return checkpoint
     path = run_dir / "checkpoints" / name
     try:
         checkpoint = open_checkpoint(path, files=())  # the main process has verified it
-        if checkpoint.identity() != identity:
+        if checkpoint.identity != identity:
             raise UserError("its weights are others")
     except UserError as error:
         why = f"process {world.rank} cannot see {path} as the main process does ({error})"
@@ -599,12 +567,8 @@ class Saver:
         )
         self._thread.start()
 
-    def check(self, last: bool = False) -> None:
-        """Warn if the last save failed.
-
-        Raises:
-            UserError: it failed, and checkpoint.on_error=stop, or there is no next save (`last`).
-        """
+    def check(self) -> None:
+        """Raise UserError if the last save failed."""
         error = self._error
         self._error = None
         if error is None:
@@ -613,10 +577,7 @@ class Saver:
             raise error
         problem = f"the save after step {self._step} failed ({error.strerror or error})"
         problem += "; earlier checkpoints are whole"
-        if last or self._config.on_error == "stop":
-            hint = "" if last else ", or use checkpoint.on_error=continue to keep training"
-            raise UserError(f"{problem}: fix that, and run the same command again{hint}")
-        warn(f"{problem}; training continues, and the next save tries again")
+        raise UserError(f"{problem}: fix that, and run the same command again")
 
     def wait(self) -> None:
         """Wait until nothing is being written, even if the save fails."""

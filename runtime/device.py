@@ -61,13 +61,10 @@ class RuntimeConfig(DeviceConfig, defaults="runtime/auto"):
     """Activations that the backward pass computes again instead of keeping them. block: all but the
     inputs of blocks; selective: all but these and blocks' products with weights."""
     on_nonfinite: Literal["halt", "skip"]
-    """When loss or gradient is not finite, or the loss spikes. halt: stop; skip: leave the weights
+    """When loss or gradient is not finite. halt: stop; skip: leave the weights
     as they are and continue with the next batch."""
     max_bad_steps: int = Field(ge=0)
     """Most steps in a row that are skipped; one more stops the run."""
-    spike_sigmas: float | None = Field(gt=0, allow_inf_nan=False)
-    """A loss this many standard deviations above the mean of about the last 100 counts as bad;
-    null: never."""
     timeout_minutes: float = Field(gt=0, le=10_000)
     """How long a process waits for the others before it ends with status 75. Set it above the time
     of the slowest start or save."""

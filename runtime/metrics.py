@@ -2,7 +2,6 @@
 
 import json
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,83 +16,39 @@ class MetricsLog:
     """metrics.jsonl: one JSON object per line, never two lines of one kind for one step.
 
     Training lines have "loss", evaluation lines "val_loss", and other lines "event".
-
-    On a full disk no line is lost and training continues: lines wait in memory until there is room.
-    Only `sync`, which a checkpoint relies on, and `close` raise. `sync` may run in another thread,
-    but not during `close`: `write` does not wait for the disk.
     """
 
     def __init__(self, path: Path, resumed_at: int) -> None:
         """Open the log of a run that continues after step `resumed_at`, and drop later lines."""
         self.path = path
-        self._warned = False
-        self._lock = threading.Lock()  # guards everything here
         new = file_size(path) is None  # refuses a link to another file
         last = 0 if new else _drop_later(path, resumed_at)
         if last < resumed_at:
             warn(f"{path}: the metrics of steps {last + 1} to {resumed_at} are lost")
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-        self._synced = os.fstat(self._file).st_size  # bytes on disk
-        self._recent = bytearray()  # lines since the last sync, which may still be lost
-        self._written = 0  # how many of their bytes are in the file
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         if new:
-            sync_directory(self.path.parent)
+            sync_directory(path.parent)
 
     def write(self, line: JsonDict) -> None:
-        """Append a line. It is in the file when this returns; on a full disk it waits in memory."""
-        with self._lock:
-            self._recent += (json.dumps(line, allow_nan=False) + "\n").encode()
-            try:
-                self._write_recent()
-            except OSError as error:
-                if not self._warned:
-                    warn(f"{error}: metrics are kept in memory until they can be written")
-                self._warned = True
+        """Append a line. It is in the file when this returns.
+
+        Raises:
+            OSError: the disk is full. The next start drops what is written of the line.
+        """
+        content = (json.dumps(line, allow_nan=False) + "\n").encode()
+        try:
+            while content:  # a disk that is nearly full takes some bytes, and then fails
+                content = content[os.write(self._file, content) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def sync(self) -> None:
-        """Put every line on disk.
-
-        Raises:
-            OSError: this failed for some lines. The next line, and the next call, try them again.
-        """
-        with self._lock:
-            self._write_recent()
-            size = len(self._recent)
-        try:
-            os.fsync(self._file)
-        except OSError as error:  # the system may have dropped what it could not write
-            with self._lock:
-                self._written = 0
-            raise self._with_path(error) from None
-        with self._lock:
-            self._synced += size
-            self._written -= size
-            del self._recent[:size]
+        """Put every line on disk."""
+        os.fsync(self._file)
 
     def close(self) -> None:
-        """Close the file.
-
-        Raises:
-            OSError: there is still no room for the last lines.
-        """
-        try:
-            self._write_recent()
-        finally:
-            os.close(self._file)
-
-    def _write_recent(self) -> None:
-        """Append the waiting lines. After an error, the next call continues where the file ends."""
-        try:
-            # A disk that is nearly full takes some bytes, and then fails.
-            while self._written < len(self._recent):
-                rest = self._recent[self._written :]
-                self._written += os.pwrite(self._file, rest, self._synced + self._written)
-        except OSError as error:
-            raise self._with_path(error) from None
-        self._warned = False
-
-    def _with_path(self, error: OSError) -> OSError:
-        return OSError(error.errno, error.strerror, str(self.path))
+        """Close the file."""
+        os.close(self._file)
 
 
 def _drop_later(path: Path, step: int) -> int:

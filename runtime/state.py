@@ -9,31 +9,9 @@ from common.settings import Settings, UserError
 from data.mixture import DataConfig
 from model.gpt import GPTConfig
 
-FORMAT_VERSION: Literal[4] = 4
+FORMAT_VERSION: Literal[5] = 5
 NO_DATASET = Path("no-dataset-that-was-given")
 """The dataset of an imported model."""
-RECENT_LOSSES = 100
-"""Approximate number of losses that LossStatistics covers."""
-
-
-class LossStatistics(Settings):
-    """Running mean and variance of the losses of good steps."""
-
-    count: Annotated[int, Field(ge=0)] = 0
-    mean: float = 0.0
-    variance: Annotated[float, Field(ge=0)] = 0.0
-
-    def after(self, loss: float) -> "LossStatistics":
-        """Statistics with one more loss.
-
-        The first losses have equal weights; later, old ones decay exponentially.
-        """
-        weight = max(1 / (self.count + 1), 1 / RECENT_LOSSES)
-        distance = loss - self.mean
-        variance = (1 - weight) * (self.variance + weight * distance**2)
-        return LossStatistics(
-            count=self.count + 1, mean=self.mean + weight * distance, variance=variance
-        )
 
 
 class FixedSettings(Settings):
@@ -46,14 +24,11 @@ class FixedSettings(Settings):
     """Tokens per training sequence."""
     batch_tokens: int = Field(ge=1, le=2**28)
     """Tokens per step: the global batch, over all processes and micro-batches."""
-    average: float | None = Field(default=None, gt=0, le=0.5)
-    """Evaluate and export a running mean of the weights, whose mean age is about this share of the
-    steps so far; null: the weights themselves."""
     data: DataConfig = DataConfig(mixture=None, document_reset=False, loss="all")
     init_from: Path | None = None
-    """Weights to start from: those of a run's newest checkpoint, or of a given one, averaged if it
-    has averages. It must have the same model and tokenizer; optimizer, step and schedule start from
-    scratch. null: random weights."""
+    """Weights to start from: those of a run's newest checkpoint, or of a given one. It must have
+    the same model and tokenizer; optimizer, step and schedule start from scratch. null: random
+    weights."""
 
     @property
     def batch_size(self) -> int:
@@ -74,7 +49,7 @@ class FixedSettings(Settings):
 class TrainState(FixedSettings):
     """The state of a run besides its tensors."""
 
-    format_version: Literal[4] = FORMAT_VERSION
+    format_version: Literal[5] = FORMAT_VERSION
     optimizer: str = "adamw"
     """Its name: another one has other state."""
     step: int = Field(ge=0, lt=10**18)
@@ -85,8 +60,6 @@ class TrainState(FixedSettings):
     """The step with the lowest loss, whose checkpoint is kept."""
     skipped_steps: dict[Annotated[int, Field(ge=1)], str] = Field(default_factory=dict)
     """Recent steps, counted from 1, that were skipped, with the reason."""
-    statistics: LossStatistics = LossStatistics()
-    """Statistics of the losses so far, to detect spikes."""
     micro_batch: Annotated[int, Field(ge=1)] | None = None
     """What runtime.micro_batch=auto chose."""
     micro_batch_for: str = ""

@@ -521,11 +521,8 @@ def test_what_is_no_checkpoint_is_named(checkpoint, dataset_dir, tmp_path):
     assert open_checkpoint(checkpoint.parent).path == open_checkpoint(checkpoint.parents[1]).path == checkpoint
     with refused("is a dataset: give the directory of a run"):
         open_checkpoint(dataset_dir)
-    with refused(r"holds no checkpoint itself: give a run in it, such as .*/run$"):
+    with refused(r"holds no checkpoint: give a run directory, such as .*/run$"):
         open_checkpoint(tmp_path)
     (tmp_path / "export").mkdir()
     with refused("holds no checkpoint: give a run directory"):
-        open_checkpoint(tmp_path / "export")
-    shutil.copy(checkpoint / "model.safetensors", tmp_path / "export")
-    with refused("holds no checkpoint, but a model for other programs: give the run that it was exported from"):
         open_checkpoint(tmp_path / "export")

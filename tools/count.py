@@ -60,12 +60,11 @@ def counted() -> dict[str, Counter[str]]:
 def excesses() -> list[str]:
     """Say what is above the budget, a line each."""
     budget = yaml.safe_load(BUDGET.read_text(encoding="utf-8"))
-    found = counted()
     limits = dict.fromkeys(PACKAGES, budget.pop("package")) | budget
     lines = []
-    for name, most in limits.items():
-        for unit, limit in most.items():
-            have = density(found[name]) if unit == "tokens_per_line" else found[name][unit]
+    for name, counts in counted().items():
+        for unit, limit in limits[name].items():
+            have = density(counts) if unit == "tokens_per_line" else counts[unit]
             if have > limit:
                 lines.append(f"{name} has {have:,.6g} {unit}, and at most {limit:,} are allowed")
     return lines

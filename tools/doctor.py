@@ -1,11 +1,7 @@
-"""Examines this machine: versions, checks, rates and a training step; prints them, and what to
-do."""
+"""Examines this machine: versions, checks and a training step; prints them, and what to do."""
 
-import getpass
-import json
 import os
 import platform
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,19 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.benchmark import Timer
 
-from cli import compose, to_dict
 from common.console import count, say
 from common.files import make_directory, refuse_foreign, write_json
-from common.memory import available_memory, out_of_memory
+from common.memory import out_of_memory
+from common.numbers import ceil_div
 from common.settings import UserError, decode
 from model.gpt import GPT
 from runtime.device import (
     Runtime,
     compiles,
     open_runtime,
-    peak_flops,
     triton_version,
     why_gpu_is_unseen,
 )
@@ -33,8 +27,10 @@ from runtime.distributed import World
 from runtime.proof import Form, cache_folder, prove_gradients
 from tools.bench.harness import Row, composed, in_own_process, machine, print_table
 from tools.bench.train import measure_rate
-from tools.plan import PlanConfig, duration, gigabytes, plan
+from tools.plan import duration, gigabytes
 from trainer.config import TrainConfig
+from trainer.memory import memory_of
+from trainer.micro_batch import SPARE, largest
 
 FLAGSHIP = ["experiment=pile_125m", "model=flagship_125m"]
 OTHERS = (
@@ -47,7 +43,7 @@ AGREES = "agree with plain torch"
 
 
 def examine(out: Path | None, training: bool) -> None:
-    """Print tables of this machine and lines of what to do; write all of it to `out`, too.
+    """Print a table of this machine and lines of what to do; write all of it to `out`, too.
 
     Raises:
         UserError: something does not work.
@@ -55,78 +51,44 @@ def examine(out: Path | None, training: bool) -> None:
     if out is not None:
         make_directory(out.parent, "out")
         refuse_foreign(b'"machine"', out)
-    free, problems, device = (
-        shutil.disk_usage(".").free,
-        list[str](),
-        "cuda" if torch.cuda.is_available() else "cpu",
-    )
-    runtime = open_runtime(
-        decode(TrainConfig, composed([*FLAGSHIP, f"runtime.device={device}"])).runtime
-    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = decode(TrainConfig, composed([*FLAGSHIP, f"runtime.device={device}"]))
+    runtime = open_runtime(config.runtime)
+    problems: list[str] = []
 
-    def part(name: str, work: Callable[[], Any]) -> Any:
-        """Return the result of `work`, or None; an error becomes a finding."""
+    def attempt(name: str, work: Callable[[], Any]) -> Any:
+        """Return the result of `work`, or None; an error becomes a problem."""
         say(f"{name} ...")
         try:
             return work()
         except Exception as error:
-            first = str(error).strip().partition("\n")[0]
-            why = f"{name} fails ({type(error).__name__}: {first}): report it with out=doctor.json"
-            why = f"{name}: out of memory, use a machine with more" if out_of_memory(error) else why
-            problems.append(first if isinstance(error, UserError) else why)
+            what = str(error).strip().partition("\n")[0]
+            if out_of_memory(error):
+                what = "out of memory, use a machine with more, or a smaller model"
+            problems.append(f"{name} fails ({type(error).__name__}): {what}")
             return None
 
-    about = part("versions", versions) or {}
-    measured = part("rates", lambda: rates(runtime.device)) or []
+    about = attempt("versions", versions) or {}
     proofs: dict[str, str] = {}
     if device == "cuda":
-        proofs = part("gradients", prove_models) or {}
-    trained = (
-        part("a training step", lambda: step(runtime, max(1, torch.cuda.device_count())))
-        if training
-        else None
-    )
+        proofs = attempt("gradients", prove_models) or {}
+    trained = None
+    if training:
+        trained = attempt("a training step", lambda: training_step(config, runtime))
     problems += [f"{name}: {outcome}" for name, outcome in proofs.items() if outcome != AGREES]
-    lines = [*findings(free), *problems]
-    found = {"machine": about | {"free_disk": free}, "proofs": proofs, "rates": measured}
-    found |= {"training": trained, "findings": lines}
-    rows = {name.replace("_", " "): value for name, value in about.items() if value is not None}
-    rows |= {"free memory": gigabytes(about.get("free_memory")), "free disk": gigabytes(free)}
-    rows |= {f"gradients of {name}": outcome for name, outcome in proofs.items()}
-    if trained:
-        rows["training"] = "{model} in {dtype}, {seq_len:,} tokens in a sequence".format_map(
-            trained
-        )
-        rows["tokens per second"] = trained["tokens_per_second"]
-        rows["a whole run"] = (
-            f"{duration(3600 * trained['hours'])} for {trained['tokens']:,} tokens"
-        )
+    lines = [*findings(), *problems]
+    rows = about | {f"gradients of {name}": outcome for name, outcome in proofs.items()}
+    rows |= trained or {}
     print_table("this machine", [{"what": name, "found": value} for name, value in rows.items()])
-    print_table("matrix products, and copies (bytes read and written)", measured)
     for line in lines or ["nothing is wrong"]:
         say(f"- {line}")
     if out is not None:
-        write_json(out, json.loads(without_names(json.dumps(found, ensure_ascii=False))))
+        write_json(out, {"machine": rows, "findings": lines})
         say(f"written to {out}")
     if problems:
         raise UserError(
             f"{count(len(problems), 'part')} of this did not work: the last lines say why"
         )
-
-
-def without_names(text: str) -> str:
-    """Replace the names of host and user, and the user's folder."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        user = ""
-    for name, stand_in in (
-        (os.path.expanduser("~"), "~"),
-        (platform.node(), "HOST"),
-        (user, "USER"),
-    ):
-        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", stand_in, text) if len(name) > 1 else text
-    return text
 
 
 def prove_models() -> dict[str, str]:
@@ -138,10 +100,9 @@ def prove_models() -> dict[str, str]:
     models = {words[-1].partition("=")[2]: words for words in (FLAGSHIP, *OTHERS)}
     outcomes = {}
     with ThreadPoolExecutor(len(models)) as threads:  # they compile, each on one core
-        futures = {
-            name: threads.submit(in_own_process, prove_model, words)
-            for name, words in models.items()
-        }
+        futures = {}
+        for name, words in models.items():
+            futures[name] = threads.submit(in_own_process, prove_model, words)
         for name, future in futures.items():
             try:
                 outcomes[name] = future.result()
@@ -166,40 +127,26 @@ def prove_model(words: list[str]) -> str:
     return f"are right only without {lost}" if lost else AGREES
 
 
-def step(runtime: Runtime, n_device: int) -> Row:
-    """Tokens per second of one device in a run of the flagship, and what follows from them.
-
-    Raises:
-        UserError: it does not fit into memory.
-    """
-    config = decode(PlanConfig, to_dict(compose("plan", [*FLAGSHIP, f"n_device={n_device}"])))
-    planned = plan(config)
-    memory, room = planned["memory"], gigabytes(planned["device"]["memory"])
-    most = (
-        memory["largest_micro_batch"] if runtime.device.type == "cuda" else 1
-    )  # on a CPU one takes seconds
-    try:
-        if memory["largest_micro_batch"] == 0:
-            raise MemoryError
-        # Half of the sequences that fit, as GPUs may need more memory.
-        rate = measure_rate(config, -(-(most or 1) // 2), config.batch_size // n_device)
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        needed = (
-            f"a training step of flagship_125m needs {gigabytes(memory['peak'])} of memory, and "
-            f"{room} are free"
+def training_step(config: TrainConfig, runtime: Runtime) -> Row:
+    """Tokens per second of one device in a run of the flagship, and how long the run takes."""
+    n_device = max(1, torch.cuda.device_count())
+    size = 1  # on a CPU, one sequence takes seconds
+    if runtime.device.type == "cuda":
+        with torch.device("meta"):
+            gpt = GPT(config.model)
+        room = torch.cuda.mem_get_info()[1] * (1 - SPARE)
+        most = largest(
+            lambda size: memory_of(gpt, config, runtime, n_device, size).peak <= room,
+            config.share_of(n_device),
         )
-        raise UserError(f"{needed}: use a machine with more, or a smaller model") from None
-    times = plan(config.model_copy(update={"tokens_per_second": rate}))["time"]
+        size = max(1, ceil_div(most, 2))  # half of what should fit
+    rate = measure_rate(config, size)
+    tokens = config.tokens(config.last_step)
+    dtype = str(runtime.dtype).removeprefix("torch.")
     return {
-        "model": "flagship_125m",
-        "dtype": str(runtime.dtype).removeprefix("torch."),
-        "seq_len": config.seq_len,
-        "tokens_per_second": rate,
-        "mfu": times["mfu"],
-        "tokens": times["tokens"],
-        "hours": times["seconds"] / 3600,
+        "training": f"flagship_125m in {dtype}, {config.seq_len:,} tokens in a sequence",
+        "tokens per second": rate,
+        "a whole run": f"{duration(tokens / (rate * n_device))} for {tokens:,} tokens",
     }
 
 
@@ -211,22 +158,23 @@ _LEAST_DISK = (
 def versions() -> Row:
     """System, processor, versions and GPUs; nothing that names the host or its user."""
     here = machine()
-    found: Row = {
+    rows: Row = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": f"{here['cpu']}, {here['cores']} cores, load {here['load']:.1f}",
-        "free_memory": available_memory(),
         "python": platform.python_version(),
         "torch": here["torch"],
         "cuda": torch.version.cuda,
         "triton": triton_version(),
         "driver": driver(),
         "commit": here["git_commit"],
+        "memory": gigabytes(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
+        "free disk": gigabytes(shutil.disk_usage(".").free),
     }
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         memory = f"{gpu.total_memory / 1e9:.0f} GB"
-        found[f"gpu_{index}"] = f"{gpu.name}, {memory}, compute capability {gpu.major}.{gpu.minor}"
-    return found
+        rows[f"gpu {index}"] = f"{gpu.name}, {memory}, compute capability {gpu.major}.{gpu.minor}"
+    return rows
 
 
 def driver(proc: Path = Path("/proc/driver/nvidia/version")) -> str | None:
@@ -235,33 +183,27 @@ def driver(proc: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     return next((word for word in words if word[0].isdigit() and "." in word), None)
 
 
-def findings(
-    free: float, dev: Path = Path("/dev"), bus: Path = Path("/sys/bus/pci/devices")
-) -> Iterator[str]:
-    """Yield lines that say what is wrong and what to do. `free`: bytes of the disk here."""
+def findings(dev: Path = Path("/dev")) -> Iterator[str]:
+    """Yield lines that say what is wrong and what to do."""
     if torch.cuda.is_available():
         yield from _of_gpu()
     elif why := why_gpu_is_unseen(dev):
         yield f"torch does not see the GPU: {why}"
     elif any(dev.glob("nvidia[0-9]*")):
         yield "CUDA_VISIBLE_DEVICES hides the GPU: unset it to train there"
-    elif _on_bus(bus):
-        yield (
-            "there is an NVIDIA GPU, but no /dev/nvidia0: install its driver, or give this "
-            "container the GPU"
-        )
+    free = shutil.disk_usage(".").free
     if free < _LEAST_DISK:
         yield f"only {free / 1e9:.1f} GB are free here: give train.py a run_dir on a larger disk"
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    load = os.getloadavg()[0]
+    cores = os.cpu_count() or 1
     if load > cores:
         yield (
             f"other work is running (load {load:.1f} on {cores} cores), so all rates are too "
             "low: measure them again"
         )
     cache = cache_folder().absolute()
-    if not os.access(
-        next(folder for folder in (cache, *cache.parents) if folder.is_dir()), os.W_OK
-    ):
+    folder = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
+    if not os.access(folder, os.W_OK):
         yield "the cache folder is not writable: set XDG_CACHE_HOME to one that is"
 
 
@@ -280,38 +222,3 @@ def _of_gpu() -> Iterator[str]:
             "triton is not installed, so kernels and torch.compile are not used: install the "
             "extra triton"
         )
-
-
-def _on_bus(bus: Path) -> bool:
-    """Whether an NVIDIA display device is on the PCI bus."""
-    return any(
-        (device / "vendor").read_text().strip() == "0x10de"
-        and (device / "class").read_text().startswith("0x03")
-        for device in bus.glob("*")
-    )
-
-
-SIZES = {"cpu": 512, "cuda": 8192}
-BYTES = {"cpu": 2**27, "cuda": 2**30}
-_SECONDS = 0.3
-
-
-def rates(device: torch.device) -> list[Row]:
-    """Square matrix products, in TFLOP/s, and copies, in GB/s read and written, by type."""
-    n, rows = SIZES[device.type], []
-    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        if device.type == "cpu" and dtype == torch.float16:
-            continue  # no program here uses it on CPUs
-        a = torch.randn(n, n, device=device).to(dtype)
-        x = torch.zeros(BYTES[device.type] // dtype.itemsize, dtype=dtype, device=device)
-        y, peak = torch.empty_like(x), peak_flops(device, dtype)
-        product = 2 * n**3 / _seconds("a @ a", a=a)
-        copied = 2 * x.nbytes / _seconds("y.copy_(x)", x=x, y=y)
-        row = {"type": str(dtype).removeprefix("torch."), "TFLOP_per_s": product / 1e12}
-        rows.append(row | {"of_peak": peak and product / peak, "GB_per_s": copied / 1e9})
-    return rows
-
-
-def _seconds(statement: str, **tensors: torch.Tensor) -> float:
-    timer = Timer(statement, globals=tensors, num_threads=torch.get_num_threads())
-    return float(timer.blocked_autorange(min_run_time=_SECONDS).median)

@@ -12,20 +12,17 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from rich.text import Text
 
 from common.command_line import Items, overrides
 from common.console import count, say, show_table, table_of, warn
-from common.figures import drawn, log_scale, png, short_count
+from common.figures import drawn, png, short_count
 from common.files import (
     file_size,
     make_directory,
@@ -38,13 +35,10 @@ from common.settings import JsonDict, UserError, flat
 from runtime.metrics import read_metrics
 from trainer.curves import RunCurves, set_limits
 
-_ALIKE = 1.1
-"""Tokens of one vocabulary are as long, up to this factor, in any part of a validation split."""
-_COLOURS = 7
-"""Colours of the style, without its grey. More rows are coloured by their rank."""
 _LEFT_OUT = ("step", "of steps", "tokens", "parameters")
 """Columns that the table on a terminal has no room for."""
 _GENERATOR = '<meta name="generator" content="scripts/report.py">'
+_MOST_NAMES = 10  # of runs beside a picture
 
 
 @dataclass(frozen=True)
@@ -61,16 +55,15 @@ class Run:
     """The last step."""
     speed: float | None
     """Median of tokens per second."""
-    bits_per_nat: float | None
-    """Validation loss in bits per byte, divided by the loss in nats per token."""
+    bits_per_byte: float | None
+    """The lowest."""
     failure: str
     """Last line of the error.txt of a sweep's job; "" if it did not fail."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Runs that differ only in the seed, and their lowest validation losses in the report's
-    unit."""
+    """Runs that differ only in the seed, and their lowest validation losses."""
 
     runs: list[Run]
     losses: list[float]
@@ -92,13 +85,13 @@ def write_report(folders: Items[Path], out: Path | None) -> Path:
     folder = folders[0] if len(folders) == 1 else _common_folder(folders)
     page = make_directory(out or folder, "out") / "report.html"
     refuse_foreign(_GENERATOR.encode(), page)
-    title = ", ".join(map(str, folders[:3])) + (" and others" if len(folders) > 3 else "")
-    rows, unit = rows_of(runs)
+    rows = rows_of(runs)
     best = rows[0]
     lowest = ""
     if best.losses:
         mean = f" (mean of {len(best.losses)} seeds)" if len(best.losses) > 1 else ""
-        lowest = f"; lowest validation loss {best.loss:.4f} {unit}: {best.runs[0].name}{mean}"
+        name = best.runs[0].name
+        lowest = f"; lowest validation loss {best.loss:.4f} nats per token: {name}{mean}"
     say(f"{count(len(runs), 'run')}{lowest}")
     varying = varying_settings(runs)
     texts = [key for key in ("dataset_dir", "data.loss", "eval.batches") if key in varying]
@@ -108,7 +101,8 @@ def write_report(folders: Items[Path], out: Path | None) -> Path:
     for run in runs:
         if run.failure:
             warn(f"{run.name} failed: {run.failure}")
-    write_atomic(page, page_of(rows, unit, varying, printable(title)).encode())
+    title = printable(", ".join(map(str, folders)))
+    write_atomic(page, page_of(rows, varying, title).encode())
     say(f"written: {page}")
     return page
 
@@ -116,7 +110,7 @@ def write_report(folders: Items[Path], out: Path | None) -> Path:
 def show_runs(folder: Path) -> None:
     """Print a table of the runs in a folder, best first, and the command of their report."""
     runs = read_runs([folder])
-    lines, columns = _lines(*rows_of(runs), varying_settings(runs))
+    lines, columns = _lines(rows_of(runs), varying_settings(runs))
     columns = [name for name in columns if name not in _LEFT_OUT]
     table = table_of(columns)
     for line in lines:
@@ -173,7 +167,8 @@ def _runs_in(path: Path) -> Iterator[Path]:
 def _failure(folder: Path) -> str:
     """Return the last line of error.txt; "" if a run continued since, or it is no job's of a
     sweep."""
-    error, log = folder / "error.txt", folder / "metrics.jsonl"
+    error = folder / "error.txt"
+    log = folder / "metrics.jsonl"
     try:
         if "=" not in folder.name or (log.exists() and log.stat().st_mtime > error.stat().st_mtime):
             return ""
@@ -185,59 +180,47 @@ def _failure(folder: Path) -> str:
 
 
 def _read_run(folder: Path, name: str) -> Run:
-    config, environment = _stored(folder)
-    settings = {key: value for key, value in flat(config).items() if value is not None}
-    curves, step, speeds, bits_per_nat = RunCurves(), 0, [], None
+    stored: Any = {}
+    curves = RunCurves()
+    step = 0
+    speeds = []
+    bits = []
     log = folder / "metrics.jsonl"
-    begun = file_size(log) is not None  # raises if it is not a regular file
-    for line in read_metrics(log) if begun else []:
-        curves.add(line)
-        step = max(step, line["step"])
-        speed = _number(line.get("tokens_per_second"))
-        if speed is not None:
-            speeds.append(speed)
-        bits = _number(line.get("val_bits_per_byte"))
-        if bits and line.get("val_loss"):
-            bits_per_nat = bits / line["val_loss"]
-    n_params = _number(environment.get("n_params"))
-    speed = median(speeds) if speeds else None
-    return Run(name, settings, n_params, curves, step, speed, bits_per_nat, _failure(folder))
+    if file_size(log) is not None:  # raises if it is not a regular file
+        try:
+            stored = read_json(folder / "config.json")
+        except UserError as error:
+            warn(f"the settings of {folder} are unknown: {error}")
+        for line in read_metrics(log):
+            curves.add(line)
+            step = max(step, line["step"])
+            speeds.append(_number(line.get("tokens_per_second")))
+            bits.append(_number(line.get("val_bits_per_byte")))
+    config = _section(stored, "config")
+    settings = {key: value for key, value in flat(config).items() if value is not None}
+    n_params = _number(_section(stored, "environment").get("n_params"))
+    known_speeds = [speed for speed in speeds if speed is not None]
+    speed = median(known_speeds) if known_speeds else None
+    lowest = min((value for value in bits if value is not None), default=None)
+    return Run(name, settings, n_params, curves, step, speed, lowest, _failure(folder))
 
 
-def _stored(folder: Path) -> tuple[JsonDict, JsonDict]:
-    """Return a run's configuration and environment."""
-    if not (folder / "metrics.jsonl").exists():  # a job that failed before its first step
-        return {}, {}
-    try:
-        stored = read_json(folder / "config.json")
-    except UserError as error:
-        warn(f"the settings of {folder} are unknown: {error}")
-        return {}, {}
-    sections = stored if isinstance(stored, dict) else {}
-    config, environment = sections.get("config"), sections.get("environment")
-    return (
-        config if isinstance(config, dict) else {},
-        environment if isinstance(environment, dict) else {},
-    )
+def _section(stored: Any, key: str) -> JsonDict:
+    section = stored.get(key) if isinstance(stored, dict) else None
+    return section if isinstance(section, dict) else {}
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite number, and None for anything else: true, a text, too large an integer."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if abs(value) < 1e300 else None
+    """Return a finite number, and None for anything else: a text, too large an integer."""
+    is_number = isinstance(value, int | float) and abs(value) < 1e300
+    return float(value) if is_number else None
 
 
 # ----- comparing runs
 
 
-def rows_of(runs: Sequence[Run]) -> tuple[list[Row], str]:
-    """Return the report's rows, the best first, and the unit of their losses.
-
-    The unit is bits per byte if tokens of the runs differ in length.
-    """
-    ratios = [run.bits_per_nat for run in runs if run.bits_per_nat is not None]
-    in_bits = bool(ratios) and max(ratios) > _ALIKE * min(ratios)
+def rows_of(runs: Sequence[Run]) -> list[Row]:
+    """Return the report's rows, the best first."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         alone = run.name if run.failure or "seed" not in run.settings else ""
@@ -246,18 +229,9 @@ def rows_of(runs: Sequence[Run]) -> tuple[list[Row], str]:
         groups.setdefault(json.dumps([alone, alike], sort_keys=True), []).append(run)
     rows = []
     for group in groups.values():
-        curves = [validation(run, in_bits) for run in group]
+        curves = [run.curves.val for run in group]
         rows.append(Row(group, [min(loss for _, loss in curve) for curve in curves if curve]))
-    rows.sort(key=lambda row: (row.loss, row.runs[0].name))
-    return rows, "bits per byte" if in_bits else "nats per token"
-
-
-def validation(run: Run, in_bits: bool) -> list[tuple[int, float]]:
-    """Return tokens and loss of every evaluation; [] if the loss is not known in bits."""
-    if not in_bits:
-        return run.curves.val
-    ratio = run.bits_per_nat
-    return [] if ratio is None else [(tokens, loss * ratio) for tokens, loss in run.curves.val]
+    return sorted(rows, key=lambda row: (row.loss, row.runs[0].name))
 
 
 def varying_settings(runs: Sequence[Run]) -> list[str]:
@@ -271,22 +245,19 @@ def varying_settings(runs: Sequence[Run]) -> list[str]:
 # ----- the page
 
 
-def page_of(rows: Sequence[Row], unit: str, keys: Sequence[str], title: str) -> str:
+def page_of(rows: Sequence[Row], keys: Sequence[str], title: str) -> str:
     """Return the report as one HTML file. keys: the settings that the table shows."""
-    colours = _colours(len(rows))
-    picture = drawn("the report's picture", lambda: _draw(rows, unit, colours))
-    lines, columns = _lines(rows, unit, keys)
+    picture = drawn("the report's picture", lambda: _draw(rows))
+    lines, columns = _lines(rows, keys)
     head = "".join(f"<th>{html.escape(printable(name))}</th>" for name in columns)
     body = ""
-    for line, colour in zip(lines, colours, strict=True):
+    for line in lines:
         cells = "".join(f"<td>{html.escape(line[name])}</td>" for name in columns)
-        body += f'<tr><td style="color: {colour}">&#9632;</td>{cells}</tr>\n'
-    made = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
+        body += f"<tr>{cells}</tr>\n"
     return _PAGE.format(
         generator=_GENERATOR,
         title=html.escape(title),
         style=_STYLE,
-        made=made,
         picture=base64.b64encode(picture or b"").decode(),
         head=head,
         body=body,
@@ -309,41 +280,44 @@ _PAGE = """<!doctype html>
 <title>{title}</title>
 <style>{style}</style>
 <h1>{title}</h1>
-<p>{made}</p>
 <img alt="Losses over tokens" src="data:image/png;base64,{picture}">
 <table>
-<tr><th></th>{head}</tr>
+<tr>{head}</tr>
 {body}</table>
 </html>
 """
 
 
-def _lines(
-    rows: Sequence[Row], unit: str, keys: Sequence[str]
-) -> tuple[list[dict[str, str]], list[str]]:
+def _lines(rows: Sequence[Row], keys: Sequence[str]) -> tuple[list[dict[str, str]], list[str]]:
     """Return the lines of the table, and the titles of columns in which something is known."""
-    lines = [_cells(row, unit, keys) for row in rows]
+    lines = [_cells(row, keys) for row in rows]
     return lines, [name for name in lines[0] if any(line[name] for line in lines)]
 
 
-def _cells(row: Row, unit: str, keys: Sequence[str]) -> dict[str, str]:
+def _of(run: Run) -> str:
+    return " on answers" if run.settings.get("data.loss") == "answers" else ""
+
+
+def _cells(row: Row, keys: Sequence[str]) -> dict[str, str]:
     """Return a row of the table by the titles of its columns; "" where nothing is known."""
-    runs, losses = row.runs, row.losses
+    runs = row.runs
+    losses = row.losses
     training = [run.curves.loss.smoothed(0.02)[-1] for run in runs if run.curves.loss.bins]
     speeds = [run.speed for run in runs if run.speed is not None]
-    tokens = [_last_tokens(run) for run in runs]
-    spread = f"{min(losses):.4f} to {max(losses):.4f}" if len(losses) > 1 else ""
+    bits = [run.bits_per_byte for run in runs if run.bits_per_byte is not None]
     cells = {}
     for key in keys:
         values = dict.fromkeys(brief(run.settings.get(key)) for run in runs)
         cells[key] = ", ".join(values)
     return cells | {
-        f"lowest validation loss ({unit})": f"{row.loss:.4f}" if losses else "",
-        "range of seeds": spread,
+        "lowest validation loss (nats per token)": f"{row.loss:.4f}{_of(runs[0])}"
+        if losses
+        else "",
+        "range of seeds": f"{min(losses):.4f} to {max(losses):.4f}" if len(losses) > 1 else "",
+        "bits per byte": f"{fmean(bits):.4f}" if bits else "",
         "training loss": f"{fmean(training):.4f}" if training else "",
         "step": f"{min(run.step for run in runs):,}",
         "of steps": brief(runs[0].settings.get("max_steps", "")),
-        "tokens": f"{min(tokens):,}",
         "tokens per second": f"{fmean(speeds):,.0f}" if speeds else "",
         "parameters": "" if runs[0].n_params is None else f"{runs[0].n_params:,.0f}",
         "failed": runs[0].failure,
@@ -351,52 +325,39 @@ def _cells(row: Row, unit: str, keys: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _last_tokens(run: Run) -> int:
-    last = [stretch.place for stretch in run.curves.loss.bins[-1:]]
-    return max([*last, *(tokens for tokens, _ in run.curves.val[-1:])], default=0)
-
-
-def _colours(n_rows: int) -> list[str]:
-    """Return a colour for each row; of many rows, the best are dark and the worst yellow."""
-    if n_rows <= _COLOURS:
-        cycle = matplotlib.rcParams["axes.prop_cycle"].by_key()["color"]
-        return [to_hex(colour) for colour in cycle[:n_rows]]
-    scale = matplotlib.colormaps["cividis"]
-    return [to_hex(scale(0.95 * rank / (n_rows - 1))) for rank in range(n_rows)]
-
-
-def _draw(rows: Sequence[Row], unit: str, colours: Sequence[str]) -> bytes:
+def _draw(rows: Sequence[Row]) -> bytes:
     """Draw validation and training loss over tokens, the best row on top, as a PNG."""
     figure = Figure(figsize=(12, 5))
     left, right = figure.subplots(1, 2)
     evaluated: list[tuple[int, float]] = []
     trained: list[tuple[int, float]] = []
-    for row, colour in reversed([*zip(rows, colours, strict=True)]):
+    for number, row in reversed([*enumerate(rows)]):
         for run in row.runs:
-            evaluated += _plot(left, validation(run, unit == "bits per byte"), colour)
-            losses, means = run.curves.loss, run.curves.loss.smoothed(0.02)
-            tokens = [stretch.place for stretch in losses.bins]
-            trained += _plot(right, [*zip(tokens, means, strict=True)], colour)
+            label = run.name if number < _MOST_NAMES and run is row.runs[0] else None
+            losses = run.curves.loss
+            tokens = [bin.place for bin in losses.bins]
+            evaluated += _plot(left, run.curves.val, f"C{number}", label)
+            means = [*zip(tokens, losses.smoothed(0.02), strict=True)]
+            trained += _plot(right, means, f"C{number}", label)
     for axes, points in ((left, evaluated), (right, trained)):
-        values = [loss for _, loss in points if loss > 0]
-        if values and max(values) > 10 * min(values):
-            log_scale(axes)
-        else:
-            set_limits(axes, points)
+        set_limits(axes, points)
         axes.set_xlabel("tokens")
         axes.xaxis.set_major_formatter(short_count)
-    left.set_ylabel(f"validation loss ({unit})")
+    left.set_ylabel("validation loss (nats per token)")
     right.set_ylabel("training loss (nats per token)")
+    right.legend(reverse=True)
     return png(figure)
 
 
 def _plot(
-    axes: Axes, points: Sequence[tuple[int, float]], colour: str
+    axes: Axes, points: Sequence[tuple[int, float]], colour: str, label: str | None
 ) -> Sequence[tuple[int, float]]:
     """Draw a curve, and return its points."""
     tokens = [place for place, _ in points]
     losses = [loss for _, loss in points]
-    axes.plot(tokens, losses, color=colour, marker="o" if len(points) <= 20 else "")
+    marker = "o" if len(points) <= 20 else ""
+    label = label and f" {label}"  # an underscore at its beginning would hide it
+    axes.plot(tokens, losses, color=colour, marker=marker, label=label)
     return points
 
 

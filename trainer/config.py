@@ -88,7 +88,7 @@ class TrainConfig(FixedSettings, defaults="train"):
 
     def means(self, gpt: GPT) -> float:
         """Numbers that training stores for each parameter, besides weight and gradient."""
-        return self.optim.means(gpt) + (self.average is not None)
+        return self.optim.means(gpt)
 
     @property
     def last_step(self) -> int:

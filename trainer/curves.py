@@ -98,14 +98,18 @@ class RunCurves:
                 self.samples.append((line["step"], line["sample"]))
 
 
-def draw_losses(curves: RunCurves, path: Path, name: str) -> None:
-    """Draw training and validation loss over tokens into a PNG file. A failure is a warning."""
-    picture = drawn(str(path), lambda: _picture(curves, name))
+def draw_losses(curves: RunCurves, path: Path, name: str, of: str = "") -> None:
+    """Draw training and validation loss over tokens into a PNG file. A failure is a warning.
+
+    Args:
+        of: what the loss is of, " on answers" or nothing.
+    """
+    picture = drawn(str(path), lambda: _picture(curves, name, of))
     if picture is not None:
         write_or_warn(path, picture)
 
 
-def _picture(curves: RunCurves, name: str) -> bytes:
+def _picture(curves: RunCurves, name: str, of: str) -> bytes:
     figure = Figure(figsize=(8, 5))
     axes = figure.subplots()
     title = name
@@ -125,17 +129,17 @@ def _picture(curves: RunCurves, name: str) -> bytes:
             marker="o" if len(means) == 1 else "",
             label="training, mean",
         )
-        title = f"training loss {means[-1]:.4f} nats per token: {name}"
+        title = f"training loss {means[-1]:.4f} nats per token{of}: {name}"
     if curves.val:
         marker = "o" if len(curves.val) <= _MOST_DOTS else ""
         axes.plot(*zip(*curves.val, strict=True), color=_VAL, marker=marker, label="validation")
-        title = f"validation loss {curves.val[-1][1]:.4f} nats per token: {name}"
+        title = f"validation loss {curves.val[-1][1]:.4f} nats per token{of}: {name}"
     axes.set_title(title)
     if points := [*zip(tokens, means, strict=True), *curves.val]:
         set_limits(axes, points, lows)
         axes.legend(loc="upper right")
     axes.set_xlabel("tokens")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel(f"loss{of} (nats per token)")
     axes.xaxis.set_major_formatter(short_count)
     return png(figure)
 

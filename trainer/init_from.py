@@ -62,7 +62,7 @@ def _described(tokenizer: Tokenizer) -> str:
 
 
 def load_weights(gpt: GPT, path: Path, tokenizer: Tokenizer, world: World) -> None:
-    """Load the weights of the checkpoint init_from=path into a model: averaged ones if it has any.
+    """Load the weights of the checkpoint init_from=path into a model.
 
     Raises:
         UserError: as `open_source`; or the processes do not all find the same checkpoint.
@@ -72,7 +72,7 @@ def load_weights(gpt: GPT, path: Path, tokenizer: Tokenizer, world: World) -> No
         source_gpt = GPT(source.state.model)
     weights = gpt.state_dict()
     rows = world.rows(weights)
-    world.check_equal({"the weights of init_from": source.identity()})
+    world.check_equal({"the weights of init_from": source.identity})
     rows_to_read = {name: slice_ for name, slice_ in rows.items() if name not in _BY_ID}
     stored = read_weights(source, source_gpt, rows=rows_to_read)
     with torch.no_grad():
@@ -82,8 +82,7 @@ def load_weights(gpt: GPT, path: Path, tokenizer: Tokenizer, world: World) -> No
                 table = _extended(loaded, trained.n_vocab, tokenizer.n_vocab, len(value))
                 loaded = table[rows.get(name, slice(None))]
             world.local(value).copy_(loaded)
-    averaged = "" if source.state.average is None else "averaged "
-    say(f"starting from the {averaged}weights of {source.path}")
+    say(f"starting from the weights of {source.path}")
 
 
 def _extended(table: Tensor, n_trained: int, n_ids: int, n_rows: int) -> Tensor:

@@ -21,7 +21,7 @@ from runtime.device import Runtime, open_runtime, peak_flops
 from runtime.distributed import World, join_world
 from runtime.losses import evaluate
 from trainer.announce import TrainingProgress, announce
-from trainer.bad_steps import Symptoms, first_not_finite, why_bad
+from trainer.bad_steps import first_not_finite, why_bad
 from trainer.config import TrainConfig
 from trainer.init_from import open_source
 from trainer.records import Records
@@ -80,7 +80,6 @@ def train(
         Prefetch(local_micro_batches(run, step) for step in steps) as batches,
         TrainingProgress(config.last_step, run.state.step) as progress,
     ):
-        symptoms = Symptoms(config.model.n_vocab, config.optim.max_lr)
         while run.state.step < config.last_step and not stopped:
             saver.check()
             started = time.perf_counter()
@@ -95,7 +94,6 @@ def train(
                 line |= _speed(run, time.perf_counter() - started)
             records.write(line)
             progress.take(line)
-            symptoms.take(line)
             improved = False
             if _is_due(run, config.eval.every):
                 progress.flush()
@@ -140,7 +138,7 @@ def _open_files(run: Run) -> Iterator[tuple[Records, Saver]]:
     try:
         yield records, saver
         saver.wait()
-        saver.check(last=True)
+        saver.check()
     except BaseException:
         saver.wait()
         with contextlib.suppress(OSError):  # a warning was printed, and the error matters more
@@ -181,7 +179,6 @@ def take_step(
     config = run.config
     state = run.state
     step = state.step + 1
-    spike_sigmas = config.runtime.spike_sigmas
     factor = config.schedule.factor(state.step, config.max_steps)
     config.optim.schedule(run.optimizer, factor, state.step / config.max_steps)
     try:
@@ -192,7 +189,7 @@ def take_step(
             run.runtime,
             run.world,
             grad_clip=config.optim.grad_clip,
-            refuse=lambda loss, norm: why_bad(loss, norm, state.statistics, spike_sigmas),
+            refuse=why_bad,
             asked_to_stop=asked_to_stop,
         )
     except RuntimeError as error:
@@ -204,12 +201,7 @@ def take_step(
         return None
     if result.refused is not None:
         return _skip(run, result.refused), result.stop
-    statistics = state.statistics
-    if spike_sigmas is not None:
-        statistics = statistics.after(result.loss)
-    run.update(step=step, statistics=statistics)
-    if run.average is not None:
-        run.average.update(step)
+    run.update(step=step)
     line = _line(run, loss=result.loss, lr=config.optim.max_lr * factor, grad_norm=result.grad_norm)
     if result.exact_tiles:
         line["exact_tiles"] = result.exact_tiles
@@ -262,7 +254,7 @@ def _is_due(run: Run, every: int) -> bool:
 
 
 def _evaluate(run: Run, records: Records) -> bool:
-    """Measure and log the validation loss, of averaged weights if there are any.
+    """Measure and log the validation loss.
 
     Returns:
         Whether it is the lowest so far.
@@ -272,17 +264,16 @@ def _evaluate(run: Run, records: Records) -> bool:
     byte_lengths = torch.from_numpy(run.tokenizer.byte_lengths).to(run.world.device)
     chunk = run.runtime.sequence_chunk or config.seq_len // run.group.size
     text = None
-    with contextlib.nullcontext() if run.average is None else run.average.in_place():
-        loss = evaluate(
-            run.gpt, run.windows, byte_lengths, run.micro_batch, run.runtime, run.world, chunk
+    loss = evaluate(
+        run.gpt, run.windows, byte_lengths, run.micro_batch, run.runtime, run.world, chunk
+    )
+    if not math.isfinite(loss.nats):
+        what = f"step {step}: validation loss is {loss.nats}"
+        raise UserError(f"{what}: lower optim.max_lr, and start again")
+    if config.eval.prompt is not None:
+        text = sample(
+            run.gpt, config.eval.prompt, run.tokenizer, run.runtime, run.world, config.seed
         )
-        if not math.isfinite(loss.nats):
-            what = f"step {step}: validation loss is {loss.nats}"
-            raise UserError(f"{what}: lower optim.max_lr, and start again")
-        if config.eval.prompt is not None:
-            text = sample(
-                run.gpt, config.eval.prompt, run.tokenizer, run.runtime, run.world, config.seed
-            )
     line = _line(run, val_loss=loss.per_token)
     figures = f"{loss.per_token:.4f} nats/token"
     if loss.bytes:
@@ -292,8 +283,7 @@ def _evaluate(run: Run, records: Records) -> bool:
         line["sample"] = text
     records.write(line)
     answers = " on answers" if config.data.loss == "answers" else ""
-    averaged = "" if run.average is None else " (averaged weights)"
-    say(f"step {step}: validation loss{answers}{averaged} {figures}")
+    say(f"step {step}: validation loss{answers} {figures}")
     if text is not None:
         say(f"step {step} writes:\n  | " + text.replace("\n", "\n  | "))
     improved = run.state.best_val_loss is None or loss.per_token < run.state.best_val_loss

@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 from common.numbers import ceil_div
 from model.attention import AttentionConfig
-from model.attention.longformer import LongformerConfig
 from model.gpt import GPT, GPTConfig
 from model.layers import Recompute
 from model.ops import linear_cross_entropy
-from model.state import state_bytes
 from runtime.device import Runtime
 from trainer.config import TrainConfig
 
@@ -68,7 +66,7 @@ def step_memory(
         gpt: may be on the meta device.
         runtime: of the training; its device need not exist.
         accumulated: whether a step has several micro-batches; matters for several devices only.
-        means: numbers of the optimizer's state, and of averaged weights, for each parameter.
+        means: numbers of the optimizer's state for each parameter.
     """
     wide = runtime.param_dtype.itemsize
     narrow = runtime.dtype.itemsize
@@ -94,8 +92,6 @@ def step_memory(
         else:
             gathered += root + 2 * max(n_params) * wide
 
-    n_chunks = ceil_div(seq_len, runtime.sequence_chunk or seq_len)
-    states = micro_batch * n_chunks * _state_bytes(gpt, narrow) if n_chunks > 1 else 0
     seq_len = min(seq_len, runtime.sequence_chunk or seq_len)
     V, D = gpt.embed.weight.shape
     n_tokens = micro_batch * seq_len
@@ -125,7 +121,7 @@ def step_memory(
         weights=local_weights,
         gradients=gradients,
         optimizer=round(means * local_weights),
-        activations=round(n_tokens * (outside + sum(kept))) + of_weights + states,
+        activations=round(n_tokens * (outside + sum(kept))) + of_weights,
         working=gathered + max(loss, round(n_tokens * layer)),
     )
 
@@ -145,20 +141,6 @@ def memory_of(
         accumulated=micro_batch < config.share_of(n_device),
         means=config.means(gpt),
     )
-
-
-def _state_bytes(gpt: GPT, of_keys: int) -> int:
-    """Bytes of a text's state, which is kept before each chunk.
-
-    Args:
-        of_keys: bytes of a number of a cached key.
-    """
-    n_grown = 0  # numbers, after its first tokens
-    for layer, block in zip(gpt.config.layers, gpt.blocks, strict=True):
-        if isinstance(layer, LongformerConfig):
-            n_cached = 2 * (layer.window + 2 * layer.n_global)
-            n_grown += n_cached * block.attention.n_kv_head * gpt.config.head_features
-    return state_bytes(gpt.initial_state(1)) + n_grown * of_keys
 
 
 def _linear(module: nn.Module) -> list[nn.Linear]:

@@ -21,7 +21,6 @@ from runtime.distributed import SequenceGroup, World
 from runtime.proof import Form, Proofs, prove_gradients, use
 from runtime.randomness import seed_process
 from runtime.state import FixedSettings, TrainState
-from trainer.average import Average
 from trainer.config import TrainConfig
 from trainer.init_from import load_weights, open_source
 from trainer.long_sequences import share_sequences
@@ -51,7 +50,6 @@ class Run:
     summed_loss: nn.Module
     """The model's SummedLoss, as processes share it: wrapped and compiled."""
     optimizer: torch.optim.Optimizer
-    average: Average | None
     state: TrainState
     checkpoint: Checkpoint | None
     """Where the run continues from; None: it is new."""
@@ -59,9 +57,8 @@ class Run:
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """The run's tensors by name, as in its checkpoints."""
-        averages = {} if self.average is None else self.average.tensors
         return {
-            "model": self.gpt.state_dict() | averages,
+            "model": self.gpt.state_dict(),
             "optimizer": named_state(self.gpt, self.optimizer),
         }
 
@@ -92,7 +89,6 @@ def open_run(config: TrainConfig, runtime: Runtime, world: World) -> Run:
         load_weights(gpt, config.init_from, tokenizer, world)
     seed_process(f"{config.seed} 0 {world.rank}")
     optimizer = config.optim.build(gpt, world, runtime.dtype)
-    average = None if config.average is None else Average(gpt, config.average, world)
     state = new_state(config, manifest)
     run = Run(
         config,
@@ -105,7 +101,6 @@ def open_run(config: TrainConfig, runtime: Runtime, world: World) -> Run:
         gpt,
         summed_loss,
         optimizer,
-        average,
         state,
         checkpoint,
     )

@@ -1,7 +1,6 @@
 """Sends a run's metrics to wandb and TensorBoard, if asked to. The only file that imports them."""
 
 import importlib
-import queue
 import shlex
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ from common import exits
 from common.console import say, warn
 from common.settings import JsonDict, Settings
 
-_MOST_LINES = 10_000  # that wait for a tracker
 _TENSORBOARD_SECONDS = 60.0
 
 Log = Callable[[JsonDict], object]
@@ -62,9 +60,9 @@ class TrackerConfig(Settings, defaults="train:tracker"):
 
 
 class Tracker:
-    """Gives lines to a library in a thread: training waits for it only at the end.
+    """Gives lines to a library, which sends them in threads of its own.
 
-    Training continues whatever the library does.
+    Training continues whatever error the library raises.
     """
 
     def __init__(
@@ -80,41 +78,43 @@ class Tracker:
         self._name = name
         self._every = every
         self._finish_seconds = finish_seconds
-        self._lines: queue.Queue[JsonDict | None] = queue.Queue(_MOST_LINES)
-        self._failed = False
-        self._thread = threading.Thread(target=self._work, args=(library,), name=name, daemon=True)
-        self._thread.start()
+        self._library = library
+        self._log: Log | None = None
+        with self._guarded():
+            self._log = library.__enter__()
 
-    def log(self, line: JsonDict | None) -> None:
-        """Send a line; None: there are no more. Does not wait."""
-        is_left_out = line is not None and "loss" in line and line["step"] % self._every != 0
-        if self._failed or is_left_out:
-            return
-        try:
-            self._lines.put_nowait(line)
-        except queue.Full:
-            self._give_up("it does not keep up")
+    def log(self, line: JsonDict) -> None:
+        """Send a line."""
+        is_left_out = "loss" in line and line["step"] % self._every != 0
+        if self._log is not None and not is_left_out:
+            with self._guarded():
+                self._log(line)
 
     def finish(self) -> None:
         """Wait until everything is sent, but no longer than finish_seconds."""
-        self.log(None)
-        if not self._failed:
-            self._thread.join(self._finish_seconds)
-            if self._thread.is_alive():
-                self._give_up(f"it did not finish within {self._finish_seconds:g} seconds")
+        if self._log is None:
+            return
+        thread = threading.Thread(target=self._close, daemon=True)
+        thread.start()
+        thread.join(self._finish_seconds)
+        if thread.is_alive():
+            self._give_up(f"it did not finish within {self._finish_seconds:g} seconds")
 
-    def _work(self, library: AbstractContextManager[Log]) -> None:
+    def _close(self) -> None:
+        with self._guarded():
+            self._library.__exit__(None, None, None)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
         try:
-            with library as log:
-                while (line := self._lines.get()) is not None:
-                    log(line)
-        except BaseException as error:  # no failure of a library is worth a run
+            yield
+        except Exception as error:  # no failure of a library is worth a run
             self._give_up(" ".join(f"{type(error).__name__}: {error}".split()))
 
     def _give_up(self, why: str) -> None:
-        if not self._failed:
-            self._failed = exits.at_once = True  # a normal end of Python would wait for the library
-            warn(f"{self._name} failed ({why}) and is off; metrics.jsonl keeps every line")
+        self._log = None
+        exits.at_once = True  # a normal end of Python would wait for the library
+        warn(f"{self._name} failed ({why}) and is off; metrics.jsonl keeps every line")
 
 
 def open_trackers(

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from common.console import Track, count, say
 from common.settings import JsonDict, Settings, UserError
@@ -37,7 +37,7 @@ from data.prepare.spans import (
     partial_dir,
     read_spans,
     remove,
-    write_section,
+    write_spans,
     writing,
 )
 from data.prepare.tokens import TokenSource, val_inputs
@@ -64,7 +64,7 @@ class PrepareConfig(Settings, defaults="prepare"):
     out_dir: Path
     """The dataset directory to make.
 
-    Until it is whole, all tasks write into the folder of this name with .partial.
+    Until it is whole, it is written in the folder of this name with .partial.
     """
     val_fraction: float | None = Field(gt=0, lt=1)
     """The share of documents for the validation split.
@@ -85,21 +85,9 @@ class PrepareConfig(Settings, defaults="prepare"):
 
     The dataset does not depend on their number.
     """
-    num_tasks: PositiveInt
-    """The number of machines that share the work.
-
-    Each takes its share of the sections of 1 GiB of input files.
-    """
-    task_index: NonNegativeInt
-    """The number of this machine, from 0."""
 
     @model_validator(mode="after")
-    def _check_task(self) -> "PrepareConfig":
-        if self.task_index >= self.num_tasks:
-            raise ValueError(
-                f"task_index={self.task_index} is out of range: "
-                f"give one from 0 to {self.num_tasks - 1}"
-            )
+    def _check_folders(self) -> "PrepareConfig":
         if self.val_tokens and self.val_fraction:
             raise ValueError(
                 f"val_tokens={self.val_tokens} replaces val_fraction={self.val_fraction}: "
@@ -146,10 +134,8 @@ class PrepareConfig(Settings, defaults="prepare"):
         return {"val_fraction": source.usual_val_fraction}
 
 
-def prepare(config: PrepareConfig) -> Manifest | None:
+def prepare(config: PrepareConfig) -> Manifest:
     """Make the dataset `config.out_dir`, or continue it.
-
-    None if other tasks have not written their share yet.
 
     Raises:
         UserError: the folder holds something else, or the dataset cannot be made.
@@ -163,21 +149,9 @@ def prepare(config: PrepareConfig) -> Manifest | None:
         raise UserError(f"out_dir={out_dir} exists and is not a dataset: choose another folder")
     tokenizer = config.open_tokenizer()
     plan = Plan(prepared=prepared, tokenizer=tokenizer.id)
-    n_sections = len(plan.sections())
-    if config.num_tasks > n_sections:
-        raise UserError(
-            f"num_tasks={config.num_tasks} is more than the sections of 1 GiB that the input files "
-            f"make: use at most num_tasks={n_sections}"
-        )
-    with writing(folder, config.task_index):
+    with writing(folder):
         begin(folder, plan, tokenizer)
-        manifest = _write(config, plan, folder)
-    if manifest is None:
-        say(
-            f"task_index={config.task_index} of num_tasks={config.num_tasks} is done; {out_dir} is "
-            "ready when all are. If all are, run one of them again"
-        )
-    return manifest
+        return _write(config, plan, folder)
 
 
 def _existing(config: PrepareConfig, prepared: JsonDict, folder: Path) -> Manifest:
@@ -204,25 +178,18 @@ def _existing(config: PrepareConfig, prepared: JsonDict, folder: Path) -> Manife
     return manifest
 
 
-def _write(config: PrepareConfig, plan: Plan, folder: Path) -> Manifest | None:
-    """Write the missing spans of this task. Finish the dataset if all spans of all tasks exist."""
-    sections = plan.sections()
-    first = config.task_index * len(sections) // config.num_tasks
-    stop = (config.task_index + 1) * len(sections) // config.num_tasks
-    spans = {section: read_spans(folder, section) for section in range(first, stop)}
-    n_spans = sum(map(len, spans.values()))
-    if n_spans:
-        say(f"continuing {folder}, which has {count(n_spans, 'span')} of this task")
-    unfinished = [section for section in spans if not is_whole(spans[section])]
-    sizes = [plan.prepared["input"][name] for section in unfinished for name in sections[section]]
-    with _Reading("reading, bytes", None if None in sizes else sum(sizes)) as track:
-        for section in unfinished:
-            written = spans[section]
-            after = written[-1].last if written else None
-            items = _read(config, plan, folder, sections[section], after, track)
+def _write(config: PrepareConfig, plan: Plan, folder: Path) -> Manifest:
+    """Write the missing spans, and finish the dataset."""
+    spans = read_spans(folder)
+    if spans:
+        say(f"continuing {folder}, which has {count(len(spans), 'span')}")
+    if not is_whole(spans):
+        sizes = plan.prepared["input"].values()
+        with _Reading("reading, bytes", None if None in sizes else sum(sizes)) as track:
+            items = _read(config, plan, folder, spans[-1].last if spans else None, track)
             with contextlib.closing(items):
-                write_section(folder, plan, section, written, items)
-    return finish(folder, plan, config.out_dir)
+                spans = write_spans(folder, plan, spans, items)
+    return finish(folder, plan, spans, config.out_dir)
 
 
 class _Reading(Track):
@@ -239,11 +206,10 @@ def _read(
     config: PrepareConfig,
     plan: Plan,
     folder: Path,
-    inputs: list[str],
     after: Position | None,
     track: _Reading,
 ) -> Generator[Item, None, None]:
-    """Yield the items of some inputs after a position.
+    """Yield the items after a position.
 
     Raises:
         UserError: most of the first items that this process reads have no text, or ids out of
@@ -252,9 +218,9 @@ def _read(
     source = config.data
     if isinstance(source, TokenSource):
         source = source.ended_by(plan.tokenizer.eot_id)
-    raws = source.documents(track.seen, after, inputs)
+    raws = source.documents(track.seen, after)
     workers = config.workers or os.cpu_count() or 1
-    is_first = after is None and track.items == 0
+    is_first = after is None
     first_skipped: list[Skipped] = []
     encoded = encode_all(source, raws, folder / TOKENIZER, workers)
     for items in itertools.chain(encoded, [[]]):

@@ -6,20 +6,11 @@ from pathlib import Path
 
 from common.command_line import overrides
 from common.console import count, say, show_table, warn
-from common.files import make_directory, owned, sync_directory, write_json
+from common.files import make_directory, sync_directory, write_json
 from common.settings import UserError
 from data.prepare.inspect import sets_table
 from data.prepare.items import REMEDIES
-from data.prepare.spans import (
-    Plan,
-    Span,
-    damaged,
-    is_whole,
-    number_of,
-    read_spans,
-    remove,
-    span_dir,
-)
+from data.prepare.spans import Plan, Span, damaged, number_of, remove, span_dir
 from data.shards import (
     MANIFEST,
     TOKENIZER,
@@ -37,44 +28,26 @@ _FEW = 5000  # tokens of validation, below which the loss is rough
 _LARGE = 100_000_000  # tokens that the default model needs
 
 
-def finish(folder: Path, plan: Plan, out_dir: Path) -> Manifest | None:
-    """Make the dataset `out_dir` from the spans in `folder`.
+def finish(folder: Path, plan: Plan, spans: list[Span], out_dir: Path) -> Manifest:
+    """Make the dataset `out_dir` from all spans in `folder`.
 
-    None if other tasks have not written all spans yet. A process that is stopped here leaves shards
-    under old and new names; the next process continues.
+    A process that is stopped here leaves shards under old and new names; the next process
+    continues.
 
     Raises:
         UserError: nothing is left to train or to validate on, a span is damaged, or there are too
             many sets.
     """
-    make_directory(folder, "out_dir")  # another task may have removed it
-    with owned(folder / "finish.lock", lambda: None):
-        if (out_dir / MANIFEST).exists():  # another task was first
-            return read_manifest(out_dir)
-        sections = [read_spans(folder, section) for section in range(len(plan.sections()))]
-        n_first = sum(span.tokens for span in sections[0])
-        if len(sections) > 1 and is_whole(sections[0]) and n_first < plan.val_tokens:
-            raise UserError(
-                f"val_tokens={plan.val_tokens} is more than the first files have, of together "
-                f"1 GiB: {n_first}: give a smaller val_tokens and another out_dir, "
-                f"or delete {folder}"
-            )
-        if not all(map(is_whole, sections)):
-            return None
-        spans: dict[Path, Span] = {}
-        for section, section_spans in enumerate(sections):
-            for number, span in enumerate(section_spans):
-                spans[span_dir(folder, section, number)] = span
-        manifest, moves = _joined(plan, spans)
-        first_skipped = _first_skipped(list(spans.values()))
-        try:
-            _check(manifest, plan, first_skipped)
-        except UserError:
-            remove(folder)  # so that the same command works with another val_fraction or input
-            raise
-        _move(folder, [*moves, (folder / TOKENIZER, TOKENIZER)], manifest, out_dir)
+    manifest, moves = _joined(plan, folder, spans)
+    first_skipped = _first_skipped(spans)
+    try:
+        _check(manifest, plan, first_skipped)
+    except UserError:
+        remove(folder)  # so that the same command works with another val_fraction or input
+        raise
+    _move(folder, [*moves, (folder / TOKENIZER, TOKENIZER)], manifest, out_dir)
     _summarize(out_dir, manifest, first_skipped)
-    _warn_of_unread(list(spans.values()))
+    _warn_of_unread(spans)
     return manifest
 
 
@@ -119,7 +92,7 @@ def _move(folder: Path, moves: list[tuple[Path, str]], manifest: Manifest, out_d
     remove(folder)
 
 
-def _joined(plan: Plan, spans: dict[Path, Span]) -> tuple[Manifest, list[tuple[Path, str]]]:
+def _joined(plan: Plan, folder: Path, spans: list[Span]) -> tuple[Manifest, list[tuple[Path, str]]]:
     """Return the manifest of all spans, and the names that their files get in the dataset.
 
     Raises:
@@ -130,7 +103,8 @@ def _joined(plan: Plan, spans: dict[Path, Span]) -> tuple[Manifest, list[tuple[P
     counts: dict[SplitName, dict[str, list[Counts]]] = {"train": {}, "val": {}}
     skipped: Counter[str] = Counter()
     moves: list[tuple[Path, str]] = []
-    for folder, span in spans.items():
+    for number, span in enumerate(spans):
+        directory = span_dir(folder, number)
         for reason, (n_skipped, _) in span.skipped.items():
             skipped[reason] += n_skipped
         set_numbers = [number_of(name, set_names) for name in span.set_names]
@@ -138,8 +112,8 @@ def _joined(plan: Plan, spans: dict[Path, Span]) -> tuple[Manifest, list[tuple[P
             for shard in split.shards:
                 file = shard_file(split_name, len(shards[split_name]))
                 renamed = shard.model_copy(update={"file": file, "sets": set_numbers})
-                moves.append((folder / shard.file, renamed.file))
-                moves.append((folder / shard.index_file, renamed.index_file))
+                moves.append((directory / shard.file, renamed.file))
+                moves.append((directory / shard.index_file, renamed.index_file))
                 shards[split_name].append(renamed)
             for set_name, amount in split.sets.items():
                 counts[split_name].setdefault(set_name, []).append(amount)

@@ -7,7 +7,7 @@ a class here with its `name`, its place in `SourceConfig` (dataset.py), and a YA
 import os
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -37,6 +37,9 @@ _OF_DATASETS = re.compile(
 JSON_LINES = tuple(
     lines + packed for lines in (".jsonl", ".ndjson") for packed in ("", *COMPRESSED)
 )
+
+
+_JSON = tuple(f".json{packed}" for packed in ("", *COMPRESSED))
 
 
 class Source(Settings):
@@ -107,14 +110,13 @@ class FileSource(Source):
         self,
         seen: CountBytes = lambda _: None,
         after: Position | None = None,
-        inputs: Sequence[str] | None = None,
     ) -> Iterator[Raw]:
-        """Yield the items of all or some inputs in order, or those after a position.
+        """Yield the items of all inputs in order, or those after a position.
 
         An unreadable item is one too. Files before `after` are not opened. The file of `after` is
         read from its start.
         """
-        names = list(self.inputs() if inputs is None else inputs)
+        names = list(self.inputs())
         start = names.index(after.input) if after else 0
         seen(sum(_size(self.path_of(name)) for name in names[:start]))
         for name in names[start:]:
@@ -257,16 +259,11 @@ class NamedFiles(FileSource):
         for pattern in [self.path] if isinstance(self.path, str) else self.path:
             for path in self._files_of(pattern):
                 paths.setdefault(os.path.realpath(path), path)
-        # Names are written as JSON, which holds no bytes that are not UTF-8.
-        inputs: dict[str, int | None] = {
-            os.fsencode(path).decode(errors="backslashreplace"): _size(Path(path))
-            for path in paths.values()
-        }
-        if len(inputs) < len(paths):
-            raise UserError(
-                "data.path: two names are equal when bytes that are not UTF-8 are escaped: "
-                "rename one"
-            )
+        inputs: dict[str, int | None] = {}
+        for path in paths.values():
+            if re.search("[\udc80-\udcff]", path):  # Python's form of other bytes
+                raise UserError(f"the name of {path} is not in UTF-8, as JSON needs: rename it")
+            inputs[path] = _size(Path(path))
         return inputs
 
     def _files_of(self, pattern: str) -> list[str]:
@@ -290,14 +287,8 @@ class NamedFiles(FileSource):
         return files
 
     def path_of(self, name: str) -> Path:
-        """Return the file with a name in `inputs`. Its path may have bytes that are not UTF-8."""
-        if os.path.lexists(name):
-            return Path(name)
-
-        def unescaped(match: re.Match[bytes]) -> bytes:
-            return bytes.fromhex(match[1].decode())
-
-        return Path(os.fsdecode(re.sub(rb"\\x([0-9a-f]{2})", unescaped, name.encode())))
+        """Return the file with a name in `inputs`."""
+        return Path(name)
 
     def read(self, path: Path, seen: CountBytes) -> Iterator[Any]:
         """Yield the lines of a file of JSON lines; a blank line is not a document."""
@@ -318,39 +309,18 @@ class NamedFiles(FileSource):
 
 
 class TextSource(NamedFiles, defaults="data/text"):
-    """Text files. Files of JSON lines are read as such."""
+    """Text files. Those named as JSON are read as JSON lines."""
 
     name: Literal["text"]
 
     def read(self, path: Path, seen: CountBytes) -> Iterator[Any]:
         """Yield the file as one document, or a long one as several, to be split by their hashes."""
-        is_lines = path.name.lower().endswith(JSON_LINES)
-        if not is_lines:
-            head = ""
-            for text in read_text(path, lambda _: None):  # an error refuses the whole file
-                head = head or text
-            is_lines = self._has_lines(head, is_json=".json" in path.name.lower())
-        if is_lines:
+        if path.name.lower().endswith((*JSON_LINES, *_JSON)):
             yield from super().read(path, seen)
-        else:
-            yield from passages(read_text(path, seen))
-
-    def _has_lines(self, head: str, is_json: bool) -> bool:
-        """Whether a text that begins so is JSON lines. Raises Unreadable.
-
-        `is_json`: its file is named so.
-        """
-        line, end, rest = head.partition("\n")
-        begins_object = re.match(r'\s*\{\s*"', line) is not None
-        is_object = begins_object and (not end or line.rstrip().endswith("}"))
-        if is_object and rest.lstrip().startswith("{"):
-            return True
-        has_text = rf'"{re.escape(self.text_field)}"\s*:'
-        # An array of objects, or an object that begins with one.
-        array = rf'\s*\[\s*\{{\s*"|\s*\{{[^{{[]*\[\s*\{{[^{{}}]*{has_text}'
-        if re.match(array, head) or (is_json and re.match(r"\s*\[", head)):
-            raise Unreadable(ARRAY)
-        return is_object and re.search(has_text, line) is not None
+            return
+        for _ in read_text(path, lambda _: None):
+            pass  # an error refuses the whole file
+        yield from passages(read_text(path, seen))
 
 
 class JsonlSource(NamedFiles, defaults="data/jsonl"):
@@ -467,7 +437,6 @@ class HubSource(Source, defaults="data/hf"):
         self,
         seen: CountBytes = lambda _: None,
         after: Position | None = None,
-        inputs: Sequence[str] | None = None,
     ) -> Iterator[Raw]:
         """Stream the split.
 

@@ -1,18 +1,14 @@
 """Spans: the shards of a dataset, each written once; `finish` renames them.
 
     out_dir.partial/
-        plan.json                       what the dataset is made of; every task has the same plan
+        plan.json         what the dataset is made of
         tokenizer.json
-        task-00003.lock                 held while the task with this task_index runs
-        finish.lock                     held while the plan is written and while spans are joined
-        span-00012-00003/               train.bin train.idx val.bin val.idx span.json;
-                                        an empty split has no files
-        span-00012-00004.HOST-PID.tmp/  a span that is being written
+        lock              held by the process that writes here
+        span-00012/       train.bin train.idx val.bin val.idx span.json; an empty split has no files
+        span-00013.tmp/   a span that is being written
 
-A section is a sequence of whole input files. It ends with the file that brings it to 1 GiB on the
-disk. A span is a sequence of documents of a section. It ends with the document that brings its
-tokens (of both splits together) to shard_tokens, or with its section. span-00012-00003 is span 3 of
-section 12.
+A span is a sequence of documents. It ends with the document that brings its tokens (of both splits
+together) to shard_tokens, or with the input.
 
 The bytes of a span depend on the plan alone. A span gets its final name when all of it is on the
 disk, so a stopped run loses at most the span that it was writing, and the next run continues after
@@ -27,7 +23,6 @@ import math
 import os
 import re
 import shutil
-import socket
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from io import BufferedWriter
@@ -35,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.files import make_directory, new_directory, owned, read_json, sync_directory, write_json
+from common.files import new_directory, owned, read_json, sync_directory, write_json
 from common.settings import JsonDict, Settings, UserError, decode, differences
 from data.prepare.encode import Encoded, Item, Skipped
 from data.prepare.files import some_of
@@ -57,9 +52,8 @@ from data.tokenizer_base import Tokenizer
 PLAN = "plan.json"
 SPAN = "span.json"
 # Names in out_dir.partial.
-_OWN = re.compile(r"(plan|tokenizer)\.json|(task-\d+|finish)\.lock|span-.*|dataset|.*\.tmp")
+_OWN = re.compile(r"(plan|tokenizer)\.json|lock|span-.*|dataset|.*\.tmp")
 _RANKS = "sha256 of the tokenizer's ranks"
-_SECTION_BYTES = 2**30
 # In a corpus of fewer documents, none may fall into validation by chance: one is then chosen.
 _FEW_DOCUMENTS = 4096
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -74,7 +68,7 @@ class Plan(Settings):
 
     @property
     def val_tokens(self) -> int:
-        """Documents of section 0 that start before it are for validation; 0: another rule."""
+        """Documents that start before this token are for validation; 0: another rule."""
         return self.prepared.get("val_tokens", 0)
 
     @property
@@ -91,18 +85,6 @@ class Plan(Settings):
     def shard_tokens(self) -> int:
         """A span ends with the document that brings its tokens to this number."""
         return self.prepared["shard_tokens"]
-
-    def sections(self) -> list[list[str]]:
-        """Return the names of the inputs of each section."""
-        sections: list[list[str]] = [[]]
-        size = 0
-        for name, n_bytes in self.prepared["input"].items():
-            if size >= _SECTION_BYTES:
-                sections.append([])
-                size = 0
-            sections[-1].append(name)
-            size += n_bytes or 0
-        return sections
 
     def changes(self, now: "Plan") -> str:
         """Describe what differs, after "made with" in a message; empty if nothing does."""
@@ -123,7 +105,7 @@ class Span(Settings):
     The next span begins after it.
     """
     is_last: bool
-    """Whether its section ends with it."""
+    """Whether the input ends with it."""
     set_names: list[str]
     """The names of the sets that its indexes have numbers of."""
     splits: dict[SplitName, Split]
@@ -153,8 +135,8 @@ def partial_dir(out_dir: Path) -> Path:
 
 
 @contextlib.contextmanager
-def writing(folder: Path, task_index: int) -> Iterator[None]:
-    """Create `folder` if need be and hold the lock of a task.
+def writing(folder: Path) -> Iterator[None]:
+    """Create `folder` if need be and hold its lock.
 
     Remove the folder at the end if it has no spans then.
 
@@ -166,12 +148,8 @@ def writing(folder: Path, task_index: int) -> Iterator[None]:
         raise UserError(
             f"{folder}, where this dataset would be written, holds {foreign[0]}: rename that folder"
         )
-    refusal = (
-        f"{folder} is being written by another process with task_index={task_index}: "
-        "wait until it is done"
-    )
-    lock = folder / f"task-{task_index:05}.lock"
-    with new_directory(folder, "out_dir"), owned(lock, lambda: refusal):
+    refusal = f"{folder} is being written by another process: wait until it is done"
+    with new_directory(folder, "out_dir"), owned(folder / "lock", lambda: refusal):
         try:
             yield
         except OSError as error:
@@ -182,7 +160,7 @@ def writing(folder: Path, task_index: int) -> Iterator[None]:
                 "disk, then repeat the command: it continues from what is written"
             ) from None
         finally:
-            if not any(folder.glob("span-*")) and len([*folder.glob("task-*.lock")]) <= 1:
+            if not any(folder.glob("span-*")):
                 remove(folder)
 
 
@@ -198,40 +176,37 @@ def begin(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
     Raises:
         UserError: the plan differs or is damaged.
     """
-    make_directory(folder, "out_dir")
-    with owned(folder / "finish.lock", lambda: None):
-        if not (folder / PLAN).exists():
-            for path in folder.iterdir():
-                if path.is_dir():  # of no plan
-                    shutil.rmtree(path)
-            write_json(folder / PLAN, plan.model_dump(mode="json"))
-        try:
-            begun = decode(Plan, read_json(folder / PLAN))
-        except UserError as error:
-            raise damaged(folder, error) from None
-        changes = begun.changes(plan)
-        if changes:
-            raise UserError(
-                f"{folder} was started with {changes}: use the same again, or delete it to start "
-                "over"
-            )
-        save_tokenizer(tokenizer, folder / TOKENIZER)
+    if not (folder / PLAN).exists():
+        for path in folder.iterdir():
+            if path.is_dir():  # of no plan
+                shutil.rmtree(path)
+        write_json(folder / PLAN, plan.model_dump(mode="json"))
+    try:
+        begun = decode(Plan, read_json(folder / PLAN))
+    except UserError as error:
+        raise damaged(folder, error) from None
+    changes = begun.changes(plan)
+    if changes:
+        raise UserError(
+            f"{folder} was started with {changes}: use the same again, or delete it to start over"
+        )
+    save_tokenizer(tokenizer, folder / TOKENIZER)
 
 
-def span_dir(folder: Path, section: int, number: int) -> Path:
-    """Return the folder of a section's span with this number."""
-    return folder / f"span-{section:05}-{number:05}"
+def span_dir(folder: Path, number: int) -> Path:
+    """Return the folder of the span with this number."""
+    return folder / f"span-{number:05}"
 
 
-def read_spans(folder: Path, section: int) -> list[Span]:
-    """Read the existing spans of a section, from the first.
+def read_spans(folder: Path) -> list[Span]:
+    """Read the existing spans, from the first.
 
     Raises:
         UserError: one is damaged.
     """
     spans: list[Span] = []
     while not is_whole(spans):
-        path = span_dir(folder, section, len(spans)) / SPAN
+        path = span_dir(folder, len(spans)) / SPAN
         if not path.exists():
             break
         try:
@@ -242,14 +217,12 @@ def read_spans(folder: Path, section: int) -> list[Span]:
 
 
 def is_whole(spans: list[Span]) -> bool:
-    """Whether these spans are their whole section."""
+    """Whether these spans are all."""
     return bool(spans) and spans[-1].is_last
 
 
-def write_section(
-    folder: Path, plan: Plan, section: int, spans: list[Span], items: Iterator[Item]
-) -> None:
-    """Write what follows the first `spans` of a section: the spans of `items`.
+def write_spans(folder: Path, plan: Plan, spans: list[Span], items: Iterator[Item]) -> list[Span]:
+    """Write the spans of `items`, which follow the first `spans`; return all spans.
 
     Raises:
         UserError: a span has too many sets.
@@ -258,28 +231,23 @@ def write_section(
         list(items_there) for _, items_there in itertools.groupby(items, lambda item: item.position)
     )
     val_fraction = plan.val_fraction
-    if not spans and len(plan.sections()) == 1 and val_fraction > 0:
+    if not spans and val_fraction > 0:
         val_fraction, by_position = _enough_to_validate(plan, by_position)
-    # Section 0 has at least val_tokens: no later document is among the first.
-    n_before = sum(span.tokens for span in spans) if section == 0 else plan.val_tokens
     while not is_whole(spans):
-        target = span_dir(folder, section, len(spans))
-        # A name that no other process uses, even where locks do not work.
-        directory = target.with_name(f"{target.name}.{socket.gethostname()}-{os.getpid()}.tmp")
+        target = span_dir(folder, len(spans))
+        directory = target.with_name(target.name + ".tmp")
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
+        n_before = sum(span.tokens for span in spans)
         try:
             span = _write_span(directory, plan, by_position, n_before, val_fraction)
-            try:
-                os.rename(directory, target)
-            except OSError:
-                if not (target / SPAN).exists():
-                    raise
-        finally:  # after an error, or if another process has written the same span
+            shutil.rmtree(target, ignore_errors=True)  # if an earlier span was lost
+            os.rename(directory, target)
+        finally:  # after an error
             shutil.rmtree(directory, ignore_errors=True)
         sync_directory(folder)
         spans = [*spans, span]
-        n_before += span.tokens
+    return spans
 
 
 def _enough_to_validate(

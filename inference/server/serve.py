@@ -1,13 +1,10 @@
 """scripts/serve.py: serve a model until Ctrl-C or SIGTERM."""
 
-import asyncio
 import ipaddress
 import socket
 from types import FrameType
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from common.console import say, warn
 from common.settings import UserError
@@ -19,7 +16,6 @@ from inference.server.protocol import ServeConfig
 from inference.server.worker import Worker
 
 _SECONDS_TO_FINISH = 5
-_SECONDS_FOR_A_REQUEST = 10
 _SECONDS_FOR_THE_LAST_TURN = 30.0
 
 
@@ -53,7 +49,7 @@ def serve(config: ServeConfig) -> None:
         settings = uvicorn.Config(
             app,
             log_config=None,
-            http=_Connection,
+            http="h11",
             lifespan="off",
             timeout_graceful_shutdown=_SECONDS_TO_FINISH,
         )
@@ -61,28 +57,6 @@ def serve(config: ServeConfig) -> None:
         _Server(settings, worker).run(sockets=[listener])
         worker.join(_SECONDS_FOR_THE_LAST_TURN)
     say("stopped")
-
-
-class _Connection(H11Protocol):
-    """Closes when a request is not complete in time: open connections take memory."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start to wait for the first request."""
-        super().connection_made(transport)
-        self._limit = self.loop.call_later(_SECONDS_FOR_A_REQUEST, transport.close)
-
-    def data_received(self, data: bytes) -> None:
-        """Read, and start or stop to wait for the rest of a request."""
-        super().data_received(data)
-        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
-            self._limit.cancel()
-        elif self._limit.cancelled():
-            self._limit = self.loop.call_later(_SECONDS_FOR_A_REQUEST, self.transport.close)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stop to wait."""
-        super().connection_lost(exc)
-        self._limit.cancel()
 
 
 class _Server(uvicorn.Server):

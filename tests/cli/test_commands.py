@@ -295,7 +295,7 @@ def test_debug_shows_where_an_error_is_from(bench):
 
 
 def test_a_command_that_is_interrupted_says_so(command, monkeypatch):
-    def interrupt(checkpoint: Path, out_dir: Path, average: bool) -> None:
+    def interrupt(checkpoint: Path, out_dir: Path) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("tools.convert.export_hf.export", interrupt)

@@ -1,6 +1,5 @@
 """Sweeps with every launcher: they resume after a kill, share GPUs, and no file chooses what Hydra calls."""
 
-import json
 import os
 import re
 import shutil
@@ -276,18 +275,6 @@ def test_a_mistake_in_one_job_is_said_before_the_first_is_trained(command, tiny_
     assert_refused(result, tmp_path, message)
     assert "; no job was started" in result.err or "attention.product" in message
     assert result.out == ""
-
-
-@pytest.mark.slow
-def test_submitit_requeues_a_job_whose_step_is_saved(start, tmp_path):
-    """submitit sends SIGUSR2 before a job's time is up: here its local executor replaces SLURM."""
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    process = start("hydra/launcher=submitit_local", "max_steps=100000", "checkpoint.every=100000", "eval.every=100000")
-    (run,) = until(lambda: begun(tmp_path))
-    os.kill(json.loads((run / "config.json").read_text())["environment"]["pid"], signal.SIGUSR2)
-    logs = lambda: "".join(path.read_text() for path in (tmp_path / "run").rglob(".submitit/**/*.out"))  # noqa: E731
-    until(lambda: re.search(r"resuming \S* after step [1-9]", logs()))
-    assert process.poll() is None
 
 
 class Worker:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from gradients import naive
 from pydantic import TypeAdapter, ValidationError
-from torch.utils._pytree import tree_map
 
 from common.console import say_once
 from common.settings import UserError, decode, variant_names
@@ -25,7 +24,7 @@ from model.attention.base import AttentionSettings, Forgetting
 from model.attention.log_space import LogSpaceSignedConfig
 from model.gpt import GPT, GPTConfig
 from model.position import Positions, RotaryPosition
-from model.state import cat_states, lengthened, restored, select_rows, state_bytes, tensors_of
+from model.state import cat_states, restored, select_rows, state_bytes, tensors_of
 
 N_EMBD, N_HEAD, HEAD_DIM = 24, 4, 6
 OWN = {  # settings with which short texts meet what sets a mechanism apart; all others: its defaults
@@ -314,24 +313,6 @@ def test_a_state_is_as_small_as_it_is_said_to_be(case):
         assert sizes[400] <= 4.01 * sizes[100]
     token = sizes[2] - sizes[1]
     assert sizes[400] <= in_pieces <= sizes[400] + 64 * token
-
-
-@on_pairs(position=POSITIONS)
-@torch.inference_mode()
-def test_a_stretched_state_has_the_shapes_of_a_real_one(case, position):
-    gpt = gpt_of(attention=case, position={"name": position})
-    text = ids(155)  # ends all but one of a block of "fixed", which keeps all of it
-    short, real = (gpt(text[:, :n], return_state=True)[1] for n in (80, 155))
-    made = lengthened(gpt, short, 155)
-    assert shapes(made) == shapes(real)
-    assert state_bytes(made) == state_bytes(real)
-    after = [gpt(text[:, :1], state, return_state=True)[1] for state in (made, real)]
-    assert shapes(after[0]) == shapes(after[1])
-
-
-def shapes(state):
-    """Shapes of its tensors and its counts of tokens, in a tree."""
-    return tree_map(lambda x: x.shape if isinstance(x, torch.Tensor) else x if isinstance(x, int) else None, state)
 
 
 @pytest.mark.gpu

@@ -17,7 +17,6 @@ from model.ops.linear_cross_entropy import summed_loss, token_losses
 from model.ops.log_attention import log_attention, naive_log_attention
 from model.ops.log_recurrence import log_recurrence, naive_log_recurrence
 from model.ops.projection_attention import inner_keys, inner_queries, naive_projection_attention, padded_values
-from model.ops.sparse_attention import attend
 from model.ops.sparse_attention.attend import sparse_attention
 from model.ops.sparse_attention.naive import naive_sparse_attention
 from model.ops.sparse_attention.patterns import window
@@ -88,15 +87,13 @@ REFUSALS = {  # the other operators refuse nothing
     "log_attention chunked": "log_attention .* use backend='naive'",
     "log_attention triton": "log_attention .* use backend='naive'",
     "log_recurrence": "log_recurrence .* use naive_log_recurrence",
-    "sparse_attention": "sparse_attention in tiles .* use naive_sparse_attention",
     "gated_linear": "forward mode AD|vmap support",  # these are torch's words
     "projection_attention": "forward AD|is not implemented",
 }
 
 
 @pytest.fixture(params=OPERATORS)
-def name(request, monkeypatch):
-    monkeypatch.setattr(attend, "_tiles_pay", lambda pattern, T: True)
+def name(request):
     return request.param
 
 

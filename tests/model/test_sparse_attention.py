@@ -21,7 +21,6 @@ from model.ops.sparse_attention import attend
 from model.ops.sparse_attention.attend import sparse_attention
 from model.ops.sparse_attention.naive import naive_sparse_attention
 from model.ops.sparse_attention.patterns import CAUSAL, fixed, is_causal, longformer, pattern_mask, strided, window
-from model.ops.sparse_attention.tiles import tiles_of
 
 # The definitions, one query and one key at a time.
 PATTERNS = {
@@ -74,14 +73,8 @@ def inputs(T, B=2, H=4, G=4, D=6, dtype=torch.float64):
     return *(x.to(dtype).requires_grad_() for x in (q, k, v)), g.to(dtype)
 
 
-@pytest.fixture(params=["tiles", "masks"])
-def form(request, monkeypatch):
-    """Both forms at any length; another test covers which form is faster."""
-    monkeypatch.setattr(attend, "_tiles_pay", lambda pattern, T: request.param == "tiles")
-
-
 @pytest.mark.parametrize("name", PATTERNS)
-def test_sparse_attention_equals_the_definition_and_its_gradients(name, form):
+def test_sparse_attention_equals_the_definition_and_its_gradients(name):
     patterns = PATTERNS[name][0]
     for T, G in [(1, 2), (2, 2), (31, 4), (31, 2), (31, 1), (64, 2), (100, 2)]:
         *qkv, g = inputs(T, G=G)
@@ -97,7 +90,7 @@ def test_the_mask_is_the_definition(name):
 
 
 @pytest.mark.parametrize("name", ["dilated", "global", "strided, merged", "fixed", "fixed, merged"])
-def test_bfloat16_and_autocast_round_like_their_number_format(name, form):
+def test_bfloat16_and_autocast_round_like_their_number_format(name):
     """v, the weights and the result are rounded once each, and so are the results of up to two parts: 4 x 2^-9 of |v|.
     The scores' inputs are rounded before, equally for both. The mean |v| of the visible keys bounds the error; the
     maximum is used."""
@@ -109,34 +102,6 @@ def test_bfloat16_and_autocast_round_like_their_number_format(name, form):
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=4 * 2**-9 * v.abs().max().item())
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(sparse_attention(q.float(), k.float(), v.float(), patterns), found)
-
-
-@pytest.mark.parametrize(
-    "patterns",
-    [[window(290)], [window(70, 3)], [fixed(100, 9)], [fixed(2000, 800, "A2")], [longformer(300, 20)], [strided(40)]],
-)
-def test_a_text_may_have_more_tokens_than_a_tile(patterns, monkeypatch):
-    """Queries of columns are split at 1,024, and blocks of a wide window have more than 64."""
-    monkeypatch.setattr(attend, "_tiles_pay", lambda pattern, T: True)
-    *qkv, g = inputs(1300, B=1, H=1, G=1, D=4)
-    wanted, found = naive_sparse_attention(*qkv, patterns), sparse_attention(*qkv, patterns)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-    assert_all_close(*(torch.autograd.grad(y, qkv, g) for y in (found, wanted)), tolerance=1e-11)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "T", "pay"),
-    [
-        (window(16), 100, False),  # a short text
-        (window(16), 256, True),
-        (window(256), 300, False),  # nearly all there is
-        (window(256), 1024, True),
-        (fixed(128, 8, "A2"), 1024, True),
-        (strided(128), 300, False),  # two parts
-    ],
-)
-def test_tiles_are_for_long_texts_that_are_seen_in_part(pattern, T, pay):
-    assert attend._tiles_pay(pattern, T) == pay
 
 
 @pytest.mark.parametrize(
@@ -232,14 +197,14 @@ def found(fault, message):
 
 @pytest.mark.parametrize(("change", "dtype"), [(1.0, torch.bfloat16), (1.1, torch.float32)])
 def test_a_fault_of_flex_attention_is_found(monkeypatch, change, dtype):
-    """FlexAttention has no backward pass on CPUs: tiles stand in for it."""
+    """FlexAttention has no backward pass on CPUs: dense attention stands in for it."""
 
-    def tiles(q, k, v, pattern, starts):
+    def dense(q, k, v, pattern, starts):
         documents = {} if starts is None else {"starts": starts}
         attention = attend.sparse_attention if starts is None else attend.document_attention
         return attention(q * change, k, v, [pattern], **documents)
 
-    monkeypatch.setattr(attend, "_by_flex_attention", tiles)
+    monkeypatch.setattr(attend, "_by_flex_attention", dense)
     with found(change != 1, r"^y is off by .* \(window, 100 tokens\)$"):
         agreement.flex("cpu", dtype, 16, T=140)
 
@@ -256,18 +221,6 @@ def test_a_fault_of_attention_that_forgets_is_found(eager_flex, monkeypatch, dty
         agreement.flex("cpu", dtype, 16, T=140, forgets=True)
 
 
-@pytest.mark.parametrize("patterns", [[strided(6)], [fixed(8, 3)], [longformer(5, 3)]])
-def test_parts_share_one_softmax_also_far_beyond_the_range_of_exponentials(patterns, form):
-    """exp(2000) is infinite in float64. Parts are merged by their largest scores, as FlashAttention merges tiles."""
-    *qkv, g = inputs(100)
-    qkv = [(40 * x.detach()).requires_grad_() for x in qkv]
-    assert (qkv[0] @ qkv[1].mT).max() / 6**0.5 > 2000
-    wanted, found = naive_sparse_attention(*qkv, patterns), sparse_attention(*qkv, patterns)
-    # Rounding of a score of 2000 is 2000 times larger.
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1600 * 1e-12)
-    assert_all_close(*(torch.autograd.grad(y, qkv, g) for y in (found, wanted)), tolerance=40 * 1600 * 1e-12)
-
-
 @pytest.mark.gpu
 def test_huge_scores_stay_finite():
     """Scores of about 10^6, where rounding is far below 1, so that recomputed weights are at most e."""
@@ -275,22 +228,6 @@ def test_huge_scores_stay_finite():
     y = sparse_attention(q * 1e3, k * 1e3, v, [strided(6)])
     y.backward(g)
     assert all(x.isfinite().all() for x in (y, q.grad, k.grad, v.grad))
-
-
-@pytest.mark.parametrize(
-    ("patterns", "most"),
-    [
-        ([window(256)], 4096 * 256 * 1.3),
-        ([window(256, 3)], 4096 * 256 * 1.3),
-        ([strided(64)], 4096 * (65 * 2 + 64)),
-        ([fixed(64, 8)], 4096 * (64 + 4096 / 8 * 0.7)),
-        ([longformer(256, 16)], 4096 * (256 * 1.3 + 16)),
-    ],
-)
-def test_tiles_have_little_more_than_what_is_seen(patterns, most):
-    x = torch.zeros(1, 1, 4096, 1)
-    sizes = [(t.queries(x[:, :, t.rows(4096)]), t.keys(x)) for t in tiles_of(patterns[0], 4096)]
-    assert sum(q.shape[0] * q.shape[2] * k.shape[2] for q, k in sizes) <= most
 
 
 def test_shapes_that_do_not_fit_are_refused():
@@ -307,7 +244,7 @@ def test_shapes_that_do_not_fit_are_refused():
 @pytest.mark.parametrize(
     ("device", "dtype", "head_dim", "wanted", "said"),
     [
-        ("cpu", torch.float64, 6, "tiles", ""),
+        ("cpu", torch.float64, 6, "masks", ""),
         ("cuda", torch.bfloat16, 64, "flex", ""),
         ("cuda", torch.float32, 8, "masks", "sparse attention uses masks, which is slower: flex needs 16 features"),
         ("cuda", torch.float64, 64, "masks", ""),

@@ -27,7 +27,7 @@ def figures(result, out):
 
 def test_operators_are_timed_beside_softmax(command, tmp_path):
     out = tmp_path / "new" / "bench.json"
-    result = command("scripts/bench", *TINY, "profile=true", f"out={out}")
+    result = command("scripts/bench", *TINY, f"out={out}")
     found = figures(result, out)
     assert {"cpu", "threads", "torch", "git_commit", "load"} <= set(found["machine"])
     assert (found["options"]["heads"], found["options"]["what"]) == (2, ["operators"])
@@ -37,9 +37,6 @@ def test_operators_are_timed_beside_softmax(command, tmp_path):
     for row in rows.values():
         for key in ("forward", "both"):
             assert row[f"{key}_x"] == rows["SDPA"][f"{key}_ms"] / row[f"{key}_ms"] > 0
-    profile = found["log attention, 64 tokens"]
-    assert profile[0]["ms"] >= profile[1]["ms"] > 0
-    assert profile[-1]["kernel"] == "aten::_local_scalar_dense"
     assert "longformer 256 + 16" in result.out
 
 
@@ -49,21 +46,6 @@ def test_the_published_form_is_skipped_where_its_latents_fill_the_memory(command
     assert "skipped at 64 tokens: published, its latents alone take 0.0 GB\n" in result.out
     rows = figures(result, tmp_path / "bench.json")["operators"]
     assert "published" not in [row["operator"] for row in rows]
-
-
-@pytest.mark.slow
-def test_launch_parameters_are_timed_beside_those_in_use(command, tmp_path, monkeypatch):
-    """Without the interpreter, a CPU is refused in one line."""
-    pytest.importorskip("triton")
-    tuned = "what=tuning", *TINY, "lengths=10", f"out={tmp_path / 'bench.json'}"
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    rows = figures(command("scripts/bench", *tuned), tmp_path / "bench.json")["tuning"]
-    names = [row["parameters"] for row in rows]
-    assert names[0] == "as used"
-    assert "4 warps, 1 stages, chunks of 32" in names
-    assert len(set(names)) == 9
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert_one_line(command("scripts/bench", *tuned), "what=tuning: backend='triton' needs an NVIDIA GPU")
 
 
 # ----- training
@@ -108,26 +90,9 @@ def test_a_process_that_crashes_is_an_error_like_others(call, why):
         harness.in_own_process(*call)
 
 
-def test_of_several_models_one_may_fail(command, tmp_path, monkeypatch):
-    def measured(function, config, *_):
-        if config.model.attention.name == "softmax":
-            raise RuntimeError("CUDA out of memory. Tried to allocate 4.00 GiB.\nmore")
-        return [0.5], 1.0, None, []
-
-    monkeypatch.setattr(train, "in_own_process", measured)
-    monkeypatch.setattr(harness, "failures", {})
-    monkeypatch.setattr("tools.bench.run.failures", harness.failures)
-    out = tmp_path / "bench.json"
-    result = command("scripts/bench", "what=train", "models=gpt2_124m,heinsen_125m", *MODELS, f"out={out}")
-    assert (result.status, result.err) == (1, "error: 1 contender failed: gpt2_124m; lines above say why\n")
-    found = json.loads(out.read_text())
-    assert [row["model"] for row in found["train"]] == ["heinsen_125m"]
-    assert found["failures"] == {"gpt2_124m": "CUDA out of memory. Tried to allocate 4.00 GiB."}
-
-
 @pytest.mark.slow
 def test_training_steps_are_timed_beside_nanogpt(command, restored_torch, nanogpt, tmp_path):
-    options = ["what=train", "models=gpt2_124m", "seq_len=32", "profile=true", f"nanogpt={nanogpt}"]
+    options = ["what=train", "models=gpt2_124m", "seq_len=32", f"nanogpt={nanogpt}"]
     out = tmp_path / "bench.json"
     found = figures(command("scripts/bench", *options, *MODELS, f"out={out}"), out)
     reference, ours = found["train"]
@@ -135,7 +100,6 @@ def test_training_steps_are_timed_beside_nanogpt(command, restored_torch, nanogp
     assert ours["x"] == ours["tokens_per_second"] / reference["tokens_per_second"] > 0
     assert ours["peak_gigabytes"] > 0.1
     assert ours["ms_a_step"] > 0
-    assert "aten::_local_scalar_dense" in [row["kernel"] for row in found["a step of gpt2_124m"]]
 
 
 def test_nanogpt_has_the_sizes_and_tokens_of_the_first_model(nanogpt, restored_torch):
@@ -155,18 +119,18 @@ def test_nanogpt_has_the_sizes_and_tokens_of_the_first_model(nanogpt, restored_t
 
 def test_a_state_is_constant_in_log_space_and_grows_with_softmax(command, restored_torch, tmp_path):
     out = tmp_path / "bench.json"
-    models = ["models=gpt2_124m,heinsen_1m", "positions=1100,40", "profile=true"]
+    models = ["models=gpt2_124m,heinsen_1m", "positions=1100,40"]
     result = command("scripts/bench", "what=decode", *models, *MODELS, f"out={out}")
     found = figures(result, out)
     rows = {(row["model"], row["position"]): row for row in found["decode"]}
     assert list(rows) == [(name, at) for name in ("gpt2_124m", "heinsen_1m") for at in (40, 1100)]
     for (_, at), row in rows.items():  # more than the 1,024 positions of gpt2_124m
-        assert row["x"] == row["tokens_per_second"] / rows["gpt2_124m", at]["tokens_per_second"] > 0
+        speed = row["tokens_per_second"] / rows["gpt2_124m", at]["tokens_per_second"]
+        assert row["x"] == pytest.approx(speed)
     log_space = 4 * (2 * (16 * 16 + 16) + 32)  # a head's two sums, and the recurrence's
     sizes = {key: row["bytes_of_state"] for key, row in rows.items()}
     assert sizes["heinsen_1m", 40] == sizes["heinsen_1m", 1100] == log_space
     assert [sizes["gpt2_124m", at] for at in (40, 1100)] == [40 * KEYS_AND_VALUES, 1100 * KEYS_AND_VALUES]
-    assert found["a token of heinsen_1m"][0]["ms"] > 0
     assert f"{1100 * KEYS_AND_VALUES:,}" in result.out
 
 
@@ -193,7 +157,7 @@ def test_preparing_is_timed_beside_the_library(command, tmp_path, monkeypatch, r
     source = f"set=[data=jsonl,data.path=a.jsonl.zst,tokenizer=gpt2,tokenizer.path={rank_file},workers=2]"
     rows = figures(command("scripts/bench", "what=data", source, "rounds=1", f"out={out}"), out)
     rates = {row["what"]: row["MB_per_second"] for row in rows["data"]}
-    assert list(rates) == ["the library, one thread", "prepared", "verified"]
+    assert list(rates) == ["the library, one thread", "prepared"]
     assert min(rates.values()) > 0
     both_workers = 2 * rates["the library, one thread"]
     assert [row["x"] for row in rows["data"]] == [rate / both_workers for rate in rates.values()]

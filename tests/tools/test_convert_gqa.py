@@ -168,7 +168,7 @@ def test_mistakes_are_one_line(run_of, tmp_path, command, request):
     ("options", "heads", "wanted"),
     [
         ([], 2, [2]),
-        (["average=0.2", "optim=muon"], 2, [2]),
+        (["optim=muon"], 2, [2]),
         (["model.n_layer=2", f"model.attention_pattern=[{NAMES[0]},{{name:{NAMES[1]},n_kv_head:2}}]"], 1, [1, 1]),
     ],
 )

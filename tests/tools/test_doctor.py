@@ -8,12 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cli import compose, to_dict
 from common.settings import UserError, decode
 from runtime.device import Runtime
 from tools import doctor
 from tools.bench.harness import composed
-from tools.plan import PlanConfig, gigabytes, plan
 from trainer.config import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -30,13 +28,9 @@ def test_a_file_that_cannot_be_written_is_said_before_measuring(tmp_path):
 
 @pytest.fixture
 def small(monkeypatch):
-    """A model and matrices of no size, on the CPU."""
+    """A model of no size, on the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor, "FLAGSHIP", SMALL)
-    monkeypatch.setattr(doctor, "SIZES", {"cpu": 16})
-    monkeypatch.setattr(doctor, "BYTES", {"cpu": 2**12})
-    monkeypatch.setattr(doctor, "_SECONDS", 0.001)
-    monkeypatch.setattr("tools.bench.train._SECONDS", 0.001)
 
 
 def test_a_cpu_is_examined(small, command, tmp_path):
@@ -45,13 +39,9 @@ def test_a_cpu_is_examined(small, command, tmp_path):
     assert result.status == 0, result.err
     found = json.loads(out.read_text())
     assert found["machine"]["torch"] == torch.__version__
-    assert {row["type"] for row in found["rates"]} == {"bfloat16", "float32", "float64"}
-    assert all(row["TFLOP_per_s"] > 0 and row["GB_per_s"] > 0 for row in found["rates"])
-    training = found["training"]
-    assert training["hours"] == pytest.approx(training["tokens"] / training["tokens_per_second"] / 3600)
-    for word in ("torch", "a whole run", "GB per s"):
+    assert found["machine"]["tokens per second"] > 0
+    for word in ("torch", "a whole run"):
         assert word in result.out
-    assert not doctor.re.search(r"\n│ \w+_\w+ ", result.out), "a name of the JSON file"
 
 
 def test_the_models_that_are_proved_use_all_operators_with_kernels():
@@ -76,60 +66,34 @@ def crash(words):
     os._exit(11)
 
 
-def test_no_names_are_written(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/anna")
-    monkeypatch.setattr(doctor.getpass, "getuser", lambda: "anna")
-    monkeypatch.setattr(doctor.platform, "node", lambda: "annas-pc")
-    said = doctor.without_names("/home/anna/x and /tmp/anna: failed on annas-pc, as at hannah's")
-    assert said == "~/x and /tmp/USER: failed on HOST, as at hannah's"
-
-
 def test_what_breaks_or_fails_its_check_is_a_finding_and_the_rest_goes_on(small, monkeypatch, capsys):
-    def broken(device):
+    def broken():
         raise RuntimeError("CUDA error: an illegal memory access\nmore")
 
-    monkeypatch.setattr(doctor, "rates", broken)
+    monkeypatch.setattr(doctor, "versions", broken)
     outcomes = {"flagship_125m": "are right only without torch.compile", "softmax_125m": doctor.AGREES}
     monkeypatch.setattr(doctor, "open_runtime", lambda config: Runtime(torch.device("cpu"), torch.float32))
     monkeypatch.setattr(doctor, "prove_models", lambda: outcomes)
     monkeypatch.setattr(doctor, "_of_gpu", list)
-    monkeypatch.setattr(doctor, "versions", dict)
-    step = {"model": "a", "dtype": "b", "seq_len": 1, "tokens_per_second": 2.0, "hours": 3.0, "tokens": 4}
-    monkeypatch.setattr(doctor, "step", lambda runtime, n_device: step)
+    monkeypatch.setattr(doctor, "training_step", lambda config, runtime: {"tokens per second": 2.0})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UserError, match="2 parts of this did not work"):
         doctor.examine(None, training=True)
     out = capsys.readouterr().out
     assert "- flagship_125m: are right only without torch.compile" in out
     assert "- softmax_125m" not in out
-    assert "- rates fails (RuntimeError: CUDA error: an illegal memory access): report it" in out
+    assert "- versions fails (RuntimeError): CUDA error: an illegal memory access" in out
     assert "tokens per second" in out
 
 
-@pytest.mark.parametrize("free", [2**20, 2**40])
-def test_a_lack_of_memory_is_no_bug_and_says_how_much_is_needed(small, monkeypatch, capsys, free):
+def test_a_lack_of_memory_is_no_bug(small, monkeypatch, capsys):
     def fails(*_):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2096640 bytes.")
 
-    monkeypatch.setattr("tools.plan.available_memory", lambda: free)  # too little, or what others take meanwhile
     monkeypatch.setattr(doctor, "measure_rate", fails)
     with pytest.raises(UserError, match="1 part of this did not work"):
         doctor.examine(None, training=True)
-    out = capsys.readouterr().out
-    needed = plan(decode(PlanConfig, to_dict(compose("plan", SMALL))))["memory"]["peak"]
-    assert f"step of flagship_125m needs {gigabytes(needed)} of memory, and {gigabytes(free)} are free: use a" in out
-    assert "report it" not in out
-
-
-def test_a_gpu_takes_half_of_what_should_fit(small, monkeypatch):
-    """Everything but the GPU: the plan is that of this machine."""
-    taken = []
-    monkeypatch.setattr(doctor, "measure_rate", lambda config, size, sequences: taken.append((size, sequences)) or 1e6)
-    found = doctor.step(Runtime(torch.device("cuda"), torch.bfloat16), 2)
-    assert taken == [(1, 2)]  # of 4 sequences a step, on 2 devices
-    config = decode(TrainConfig, composed(SMALL))
-    assert found["hours"] == pytest.approx(config.max_steps * config.batch_tokens / 2e6 / 3600)
-    assert (found["tokens_per_second"], found["mfu"]) == (1e6, None)
+    assert "- a training step fails (RuntimeError): out of memory, use a machine with more" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -138,25 +102,18 @@ def places(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    found = {"dev": tmp_path / "dev", "bus": tmp_path / "bus"}
-    for folder in found.values():
-        folder.mkdir()
-    return found
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=1e12))
+    (tmp_path / "dev").mkdir()
+    return tmp_path / "dev"
 
 
-def findings(places, free=1e12):
-    return list(doctor.findings(free, **places))
+def findings(places):
+    return list(doctor.findings(places))
 
 
 def test_a_gpu_that_is_not_used_is_a_finding(places, monkeypatch):
     assert findings(places) == []
-    card = places["bus"] / "0000:01:00.0"
-    card.mkdir()
-    (card / "vendor").write_text("0x10de\n")
-    (card / "class").write_text("0x030200\n")
-    (line,) = findings(places)
-    assert line.startswith("there is an NVIDIA GPU, but no /dev/nvidia0: install its driver")
-    (places["dev"] / "nvidia0").touch()
+    (places / "nvidia0").touch()
     (line,) = findings(places)
     assert line.startswith("torch does not see the GPU: ")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -164,10 +121,11 @@ def test_a_gpu_that_is_not_used_is_a_finding(places, monkeypatch):
 
 
 def test_what_is_wrong_with_the_machine_is_a_finding(places, monkeypatch):
-    (line,) = findings(places, free=1e9)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=1e9))
+    (line,) = findings(places)
     assert line == "only 1.0 GB are free here: give train.py a run_dir on a larger disk"
     monkeypatch.setattr(doctor.os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
-    assert findings(places)[0].startswith("other work is running (load 1000.0 on ")
+    assert findings(places)[-1].startswith("other work is running (load 1000.0 on ")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """scripts/plan.py: its figures match those of runs; unknown figures are shown as unknown."""
 
-import json
-
 import pytest
 import torch
 from printed import assert_one_line
@@ -24,7 +22,6 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("tools.bench.train._SECONDS", 0.5)
 
 
 @pytest.fixture
@@ -40,40 +37,19 @@ def tiny_plan(tiny):
 def test_a_table_for_people_fits_a_terminal(command):
     result = command("scripts/plan", "experiment=pile_125m", "device=a100-40gb", "n_device=8", "mfu=0.4")
     assert result.status == 0, result.err
-    for text in ("8 x a100-40gb in bfloat16 (NVIDIA data sheet)", "124,879,872", "294.9 B", "40.00 GB", "2.6 days"):
+    for text in ("8 x a100-40gb in bfloat16", "124,879,872", "294.9 B", "40.00 GB", "2.6 days"):
         assert text in result.out
     assert max(map(len, result.out.splitlines())) <= 80
     assert "unknown" not in result.out
-
-
-def test_json_is_all_that_is_printed(command):
-    args = ["model=flagship_1m", "runtime.device=cpu", "seq_len=16", "batch_tokens=64", "measure=true"]
-    result = command("scripts/plan", *args, "run_dir=runs/only-a-name", "output=json")
-    found = json.loads(result.out)
-    assert (found["device"]["name"], found["device"]["peak_flops"]) == ("cpu", None)
-    assert found["time"]["tokens_per_second"] > 0
-
-
-@pytest.mark.parametrize(("name", "hint"), [("h1000", "'h100'"), ("A100", "'a100-40gb' or 'a100-80gb'?")])
-def test_an_unknown_device_is_unknown_and_never_guessed(command, name, hint):
-    result = command("scripts/plan", "experiment=pile_125m", f"device={name}", "mfu=0.4")
-    assert f"device={name} is not in the table of devices" in result.out
-    assert hint in result.out
-    result = command("scripts/plan", "experiment=pile_125m", f"device={name}", "mfu=0.4", "output=json")
-    found = json.loads(result.out)
-    assert found["device"]["memory"] is found["device"]["peak_flops"] is None
-    assert found["device"]["source"] == "unknown"
-    assert found["memory"]["largest_micro_batch"] is found["time"]["seconds"] is found["time"]["mfu"] is None
-    assert found["memory"]["peak"] > 1e9  # this does not depend on it
 
 
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
         ("n_device=1000", ["480 sequences, fewer than n_device=1000", "lower n_device"]),
-        ("mfu=0.3 measure=true", ["mfu and measure", "give only one"]),
+        ("mfu=0.3 tokens_per_second=9", ["mfu and tokens_per_second", "give only one"]),
         ("runtime.device=cuda", ["runtime.device=cuda, but there is no GPU here: name one, such as device=a100-40gb"]),
-        ("device=h100 measure=true", ["measure=true measures this machine", "which has no h100"]),
+        ("device=h1000", ["device=h1000 is not known: give one of b200,", "h100-pcie"]),
     ],
 )
 def test_a_mistake_is_one_line(command, arguments, fragments):
@@ -122,7 +98,7 @@ def test_the_measured_rate_is_that_of_training(tiny, tiny_plan, monkeypatch):
     sizes = {"batch_tokens": 128, "eval.every": 100}
     fit(tiny(sizes))
     rates = [line["tokens_per_second"] for line in read_metrics(tiny().run_dir / "metrics.jsonl") if "loss" in line]
-    assert [*rates, measure_rate(tiny_plan(sizes), 2, 8)] == pytest.approx([1e6] * 7)
+    assert [*rates, measure_rate(tiny_plan(sizes), 2)] == pytest.approx([1e6] * 7)
 
 
 def test_the_measured_model_keeps_documents_apart_as_the_run_does(tiny):
@@ -139,9 +115,8 @@ def test_disk_is_what_a_run_writes(command, tiny_args, tmp_path, tiny_plan, data
     assert found["checkpoint"] == pytest.approx(written, rel=0.2)  # a file says what is in it: much, for so few numbers
     checkpoints = [path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.startswith("step-")]
     assert len(checkpoints) <= found["checkpoints_kept"] <= 3
-    data = found["dataset"]
-    assert data["bytes"] == sum(path.stat().st_size for path in dataset_dir.iterdir())
-    assert data["epochs"] == 6 * 64 / data["tokens"]
+    assert found["dataset_bytes"] == sum(path.stat().st_size for path in dataset_dir.iterdir())
+    assert found["dataset_epochs"] == 6 * 64 / found["dataset_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -195,11 +170,11 @@ def test_a_gpu_here_is_planned_for_by_itself(tiny_plan, monkeypatch):
     monkeypatch.setattr("tools.plan.is_bfloat16_fast", lambda device: device.type != "cuda")
     target = find_target(tiny_plan({"runtime.device": "auto", "runtime.dtype": "auto"}))
     assert target.runtime.dtype == torch.float32
-    assert (target.name, target.memory, target.peak, target.source) == ("NVIDIA Tomorrow", 7e9, None, "unknown")
+    assert (target.name, target.memory, target.peak) == ("NVIDIA Tomorrow", 7e9, None)
 
 
 def test_figures_are_printed_as_people_read_them():
     figures = 12_345, 294_900_000_000, 1_500_000_000_000, 227 * 10**18
     assert [as_text("tokens", x) for x in figures] == ["12,345", "294.9 B", "1.5 T", "2.27e+20"]
-    assert [gigabytes(x) for x in (None, 3_440_000, 40e9)] == ["unknown", "3.44 MB", "40.00 GB"]
+    assert [gigabytes(x) for x in (3_440_000, 40e9)] == ["3.44 MB", "40.00 GB"]
     assert [duration(x) for x in (3, 300, 10_000, 1e6)] == ["3.0 seconds", "5.0 minutes", "2.8 hours", "11.6 days"]

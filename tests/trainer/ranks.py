@@ -197,7 +197,7 @@ if __name__ == "__main__":
     from common.console import console
     from common.files import write_atomic
 
-    trainer.records.draw_losses = lambda lines, path, title: write_atomic(path, b"a picture")  # drawing takes longer
+    trainer.records.draw_losses = lambda lines, path, *titles: write_atomic(path, b"a picture")  # drawing takes longer
     platform.platform()  # slow once, and then remembered; as is what the first line on the console imports
     console.print(end="")
     gc.collect()

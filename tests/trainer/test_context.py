@@ -72,15 +72,12 @@ def test_gradients_are_those_of_the_whole_sequence(size):
 @pytest.mark.slow
 def test_a_run_in_groups_is_the_run_of_one_process(train_in_processes):
     """Two groups of two processes; the run goes on in one process, and in one group of four."""
-    averaged = "average=0.4"
-    whole = train_in_processes("whole", 1, averaged)
-    shared = train_in_processes("shared", 4, averaged, "runtime.context_parallel=2")
+    whole = train_in_processes("whole", 1)
+    shared = train_in_processes("shared", 4, "runtime.context_parallel=2")
     assert_same_steps(whole, shared, tolerance=1e-9)
     assert_same_checkpoint(newest(whole), newest(shared), tolerance=1e-9)
     for stop_at, processes, context in [(2, 2, 2), (4, 1, 1), (6, 4, 4)]:
-        mixed = train_in_processes(
-            "mixed", processes, averaged, f"runtime.context_parallel={context}", f"stop_at={stop_at}"
-        )
+        mixed = train_in_processes("mixed", processes, f"runtime.context_parallel={context}", f"stop_at={stop_at}")
     assert_same_steps(whole, mixed, tolerance=1e-9)
 
 

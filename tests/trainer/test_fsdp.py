@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["optim=adamw", "optim=muon", "average=0.4"])
+@pytest.mark.parametrize("option", ["optim=adamw", "optim=muon"])
 def test_a_run_goes_from_whole_to_shared_and_back(train_in_processes, option):
     """Same losses, norms, evaluations, files and tensors in checkpoints; of 257 rows each process has its part."""
     options = option, "optim.transfer={n_embd:8,n_layer:1}"

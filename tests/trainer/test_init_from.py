@@ -16,9 +16,8 @@ from trainer.loop import fit
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
 
-@pytest.mark.parametrize("average", [None, 0.5])
-def test_a_run_begins_with_the_weights_of_another(tiny, make_dataset, tmp_path, monkeypatch, capsys, average):
-    fit(tiny({"average": average}))
+def test_a_run_begins_with_the_weights_of_another(tiny, make_dataset, tmp_path, monkeypatch, capsys):
+    fit(tiny())
     monkeypatch.setenv("HOME", str(tmp_path))
     first, _ = load_model("~/run")
     other = {
@@ -31,8 +30,7 @@ def test_a_run_begins_with_the_weights_of_another(tiny, make_dataset, tmp_path, 
     }
     capsys.readouterr()
     weights = open_run(tiny(other)).gpt.state_dict()
-    what = "averaged weights" if average else "weights"
-    assert f"starting from the {what} of {tmp_path}/run/checkpoints/step-00000006" in capsys.readouterr().out
+    assert f"starting from the weights of {tmp_path}/run/checkpoints/step-00000006" in capsys.readouterr().out
     assert weights.keys() == first.state_dict().keys()
     assert all(torch.equal(weights[name], value) for name, value in first.state_dict().items())
 

@@ -12,9 +12,7 @@ from model.attention import ATTENTION
 from model.gpt import GPT, GPTConfig
 from model.ops import linear_cross_entropy
 from model.ops.log_attention import chunks
-from model.state import state_bytes
 from runtime.device import Runtime
-from trainer.long_sequences import states_before
 from trainer.memory import step_memory
 from trainer.optim import AdamWConfig
 from trainer.step import SummedLoss
@@ -120,29 +118,6 @@ def test_longer_sequences_and_larger_micro_batches_keep_in_proportion():
     of_weights = gpt.embed.weight.numel() * 4
     assert long == more
     assert long - of_weights == pytest.approx(4 * (short - of_weights))
-
-
-LONGFORMER = {"name": "longformer", "window": 40, "n_global": 8}
-STATES = {
-    "log_space": {},
-    "windows": {"attention": {"name": "sliding_window", "window": 40}, "position": "rotary"},
-    "longformer": {"attention": LONGFORMER, "position": "rotary"},
-    "both": {"attention_pattern": ["log_space", LONGFORMER], "position": "log_recurrence", "ngrams": [1, 2]},
-}
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("changes", STATES.values(), ids=STATES)
-def test_states_between_pieces_are_counted(changes, dtype):
-    gpt, ids = GPT(config_of(**changes)), torch.randint(1000, (B, T))
-    cut = Runtime(torch.device("cpu"), dtype, 128)
-    before = states_before(SummedLoss(gpt), ids.split(128, dim=1), cut)
-    # A longer sequence has more pieces, and nothing else.
-    four = step_memory(gpt, B, 2 * T, cut).peak - step_memory(gpt, B, T, cut).peak
-    found = state_bytes(before[-1])
-    if (dtype, changes) == (torch.bfloat16, STATES["windows"]):  # keys are counted as before the first token: float32
-        found *= 2
-    assert four == pytest.approx(4 * found, rel=0.03)
 
 
 def test_a_kernel_that_this_machine_lacks_keeps_the_same():

@@ -10,7 +10,7 @@ from faults import metrics
 from test_torchrun import assert_same_steps
 from torch import nn
 
-from common.memory import available_memory, out_of_memory
+from common.memory import out_of_memory
 from common.settings import UserError, decode
 from model.gpt import GPT, GPTConfig
 from runtime.checkpoint import newest, open_checkpoint
@@ -133,33 +133,6 @@ def test_what_was_compiled_for_trials_is_forgotten(choose):
     module(*torch.zeros(2, 6, 16, dtype=torch.int64))
     assert shapes  # compiled again,
     assert all(isinstance(n, int) for shape in shapes[0] for n in shape)  # for this size alone
-
-
-def group(folder, limit, used, cache):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "memory.max").write_text(f"{limit}\n")
-    (folder / "memory.current").write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 7\ninactive_file {cache}\n")
-
-
-def test_available_memory_is_what_the_tightest_control_group_leaves(tmp_path):
-    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    physical = available_memory(proc, cgroups)  # nothing is known
-    assert physical > 0
-    (proc / "meminfo").write_text("MemTotal:       32000000 kB\nMemAvailable:   20000000 kB\n")
-    assert available_memory(proc, cgroups) == 20_000_000 * 1024
-
-    (proc / "self" / "cgroup").write_text("5:devices:/other\n0::/job/step\n")
-    assert available_memory(proc, cgroups) == 20_000_000 * 1024  # the groups cannot be seen
-    group(cgroups / "job" / "step", "max", 3 * GB, GB)
-    assert available_memory(proc, cgroups) == 20_000_000 * 1024
-    group(cgroups / "job", 8 * GB, 5 * GB, 2 * GB)
-    assert available_memory(proc, cgroups) == 5 * GB
-    group(cgroups, 4 * GB, 3 * GB, 0)  # as a container sees its own
-    assert available_memory(proc, cgroups) == GB
-    group(cgroups, 4 * GB, 5 * GB, 0)
-    assert available_memory(proc, cgroups) == 0
 
 
 @pytest.mark.slow

@@ -11,8 +11,7 @@ import pytest
 from faults import LimitedFiles, SmallDisk, assert_same, is_whole, result, steps_of
 
 from common.settings import UserError
-from runtime.checkpoint import CheckpointConfig, checkpoint_path, open_checkpoint, retain
-from runtime.losses import Loss
+from runtime.checkpoint import CheckpointConfig, checkpoint_path, retain
 from trainer.loop import fit
 from trainer.records import Records
 
@@ -121,11 +120,8 @@ def assert_whole(run_dir, steps):
 
 @pytest.fixture
 def expected(long):
-    """The results of a run with room for all, by the options of its checkpoints."""
-    return {name: results_with_room(long(**options)) for name, options in POLICIES.items()}
-
-
-POLICIES = {"stop": {}, "continue": {"on_error": "continue", "keep_last": 2}}
+    """The results of a run with room for all."""
+    return results_with_room(long())
 
 
 def test_a_full_disk_stops_the_run_and_the_same_command_goes_on(expected, long, disk, before_step):
@@ -138,45 +134,17 @@ def test_a_full_disk_stops_the_run_and_the_same_command_goes_on(expected, long, 
             assert_whole(config.run_dir, [1, 2])
     before_step(3, disk.close)
     fit(config)
-    assert_same(config.run_dir, expected["stop"])
-
-
-def test_a_full_disk_is_trained_on_until_there_is_room(expected, long, disk, before_step, capsys):
-    """It is full from step 3 to step 5; no line of metrics.jsonl is lost."""
-    config = long(**POLICIES["continue"])
-    before_step(3, disk.fill)
-    before_step(5, lambda: [assert_whole(config.run_dir, [1, 2]), disk.close()])
-    capsys.readouterr()
-    with contextlib.closing(disk):
-        fit(config)
-    warnings = capsys.readouterr().err.splitlines()
-    for step in (3, 4):
-        assert any(f"after step {step} failed" in line for line in warnings), warnings
-    assert all(line.startswith("warning: ") for line in warnings)
-    assert_same(config.run_dir, expected["continue"])
+    assert_same(config.run_dir, expected)
 
 
 def test_if_the_last_save_fails_the_run_has_not_ended_well(long):
-    """checkpoint.on_error=continue does not apply, because there is no next save."""
-    config = long(on_error="continue")
+    config = long()
     expected = results_with_room(config)
-    fit(config.model_copy(update={"stop_at": 4}))
+    fit(config.model_copy(update={"stop_at": 5}))
     with contextlib.closing(LimitedFiles(50_000)) as disk:
         disk.fill()
         with pytest.raises(UserError, match="the save after step 6 failed"):
             fit(config)
-    assert_whole(config.run_dir, [1, 2, 3, 4])
+    assert_whole(config.run_dir, [1, 2, 3, 4, 5])
     fit(config)
     assert_same(config.run_dir, expected)
-
-
-def test_best_leads_to_a_checkpoint_if_the_best_one_could_not_be_written(long, monkeypatch, before_step):
-    config = long(on_error="continue", keep_last=2)
-    config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 1})})
-    left = iter([3.0, 2.0, 1.0, 4.0, 5.0, 6.0])
-    monkeypatch.setattr("trainer.loop.evaluate", lambda *_: Loss(nats=next(left), tokens=1, bytes=1))
-    with contextlib.closing(LimitedFiles(50_000)) as disk:
-        before_step(3, disk.fill)
-        before_step(4, disk.close)
-        fit(config)
-    assert open_checkpoint(config.run_dir / "checkpoints" / "best").state.step == 2

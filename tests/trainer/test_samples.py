@@ -24,8 +24,8 @@ def samples(run_dir):
 
 
 def test_samples_are_printed_and_written_and_training_stays_as_it_is(tiny, tmp_path, capsys):
-    sampled = {"eval.prompt": PROMPT, "average": 0.5}
-    fit(tiny({"run_dir": tmp_path / "plain", "average": 0.5}))
+    sampled = {"eval.prompt": PROMPT}
+    fit(tiny({"run_dir": tmp_path / "plain"}))
     assert not (tmp_path / "plain" / "samples.txt").exists()
     fit(tiny(sampled | {"run_dir": tmp_path / "whole"}))
     out = capsys.readouterr().out

@@ -67,7 +67,7 @@ def test_training_goes_on_while_the_weights_of_before_are_written(saver, state, 
     assert not checkpoint_path(tmp_path, 1).parent.exists()
     gate.set()
     saver.wait()
-    saver.check(last=True)
+    saver.check()
     assert torch.equal(stored(tmp_path, 1), torch.arange(6.0).view(2, 3).T)
 
 
@@ -81,7 +81,7 @@ def test_the_next_save_waits_for_the_last(saver, state, tmp_path, gate):
     gate.set()
     second.join(60)
     saver.wait()
-    saver.check(last=True)
+    saver.check()
     assert [stored(tmp_path, step).tolist() for step in (1, 2)] == [[0] * 3, [2] * 3]
 
 
@@ -89,7 +89,7 @@ def test_the_next_save_waits_for_the_last(saver, state, tmp_path, gate):
     ("error", "raised"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), UserError),
-        (ZeroDivisionError("a bug"), ZeroDivisionError),  # whatever checkpoint.on_error says
+        (ZeroDivisionError("a bug"), ZeroDivisionError),
     ],
 )
 def test_a_failed_save_ends_the_run_before_its_next_step(tiny, monkeypatch, error, raised):
@@ -109,7 +109,7 @@ def test_a_failed_save_ends_the_run_before_its_next_step(tiny, monkeypatch, erro
     monkeypatch.setattr(runtime.checkpoint, "save_checkpoint", fail)
     monkeypatch.setattr(trainer.loop, "take_step", step)
     with pytest.raises(raised, match=r"a bug|the save after step 2 failed \(No space left on device\)[^\n]*$"):
-        fit(tiny({"checkpoint.on_error": "stop" if raised is UserError else "continue"}))
+        fit(tiny())
     assert max(steps) <= 2
 
 

@@ -1,6 +1,5 @@
-"""Trackers that fail, hang or lag behind cost a run one warning."""
+"""Trackers that fail, or hang at the end, cost a run one warning."""
 
-import contextlib
 import errno
 import importlib
 import os
@@ -15,7 +14,6 @@ from test_metrics import read_metrics, steps
 
 from common import exits
 from trainer.loop import fit
-from trainer.trackers import Tracker
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -96,7 +94,7 @@ def test_wandb_gets_the_lines_of_metrics_jsonl_under_one_id(tiny, wandb, capsys)
     "behaviour",
     [
         *({"fail": what} for what in ("init", "define_metric", "log", "finish")),
-        *({"hang": what} for what in ("init", "log", "finish")),
+        {"hang": "finish"},
     ],
     ids=lambda behaviour: "-".join(*behaviour.items()),
 )
@@ -119,20 +117,6 @@ def test_wandb_that_is_not_installed_is_one_warning(tiny, monkeypatch, capfd):
     assert err.count("wandb failed (ModuleNotFoundError: ") == err.count("warning") == 1
 
 
-def test_a_library_that_does_not_keep_up_loses_lines_and_not_time(capsys):
-    @contextlib.contextmanager
-    def hanging():
-        threading.Event().wait()
-        yield print
-
-    tracker = Tracker("wandb", 1, 60.0, hanging())
-    for step in range(20_000):  # more than wait for it
-        tracker.log({"step": step})
-    tracker.finish()
-    err = capsys.readouterr().err
-    assert err.count("it does not keep up") == err.count("warning") == 1
-
-
 def test_an_error_that_ends_training_still_finishes_wandb(tiny, wandb, monkeypatch):
     fake = wandb()
     monkeypatch.setattr("trainer.loop._save", lambda *_: 1 / 0)
@@ -145,7 +129,9 @@ def test_a_command_with_a_library_that_hangs_ends_with_its_status(tiny_args, tmp
     program = """
 import runpy, sys, threading, types
 fake = types.ModuleType("wandb")
-fake.init = lambda **_: threading.Event().wait()
+fake.init = lambda **_: fake
+fake.url, fake.finish = None, threading.Event().wait
+fake.define_metric = fake.log = lambda *_, **__: None
 sys.modules["wandb"] = fake
 threading.Thread(target=threading.Event().wait).start()  # as wandb's, which Python waits for
 runpy.run_path("train.py", run_name="__main__")
@@ -247,9 +233,6 @@ def test_the_real_tensorboard(tiny):
             assert stored[key, line["step"]] == pytest.approx(line[key], rel=1e-6)  # it stores float32
 
 
-KEY = {"WANDB_API_KEY": "a" * 40}
-
-
 @pytest.fixture
 def real_wandb(tiny_args, tmp_path):
     """Trains with the real wandb, if it is installed; returns the process's result and metrics.jsonl."""
@@ -257,7 +240,6 @@ def real_wandb(tiny_args, tmp_path):
 
     def train(mode, **environment):
         options = ["tracker=wandb", f"tracker.wandb.mode={mode}", "tracker.wandb.every=1"]
-        options += ["tracker.wandb.finish_seconds=1"] if "WANDB_API_KEY" in environment else []
         (result,) = ranks.run(1, "train.py", *tiny_args, *options, HOME=str(tmp_path), **environment)
         assert steps(tmp_path / "run" / "metrics.jsonl") == [1, 2, 3, 3, 4, 5, 6, 6]
         return result, read_metrics(tmp_path / "run" / "metrics.jsonl")
@@ -276,13 +258,8 @@ def test_the_real_wandb_offline(real_wandb, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("listens", "key"), [(False, {}), (False, KEY), (True, KEY)])
-def test_the_real_wandb_without_an_account_or_with_a_server_that_refuses_or_is_silent(real_wandb, listens, key):
+def test_the_real_wandb_without_an_account(real_wandb):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))  # and nobody else gets this port
-        if listens:
-            server.listen(100)
-        address = f"http://127.0.0.1:{server.getsockname()[1]}"
-        result, _ = real_wandb("online", WANDB_BASE_URL=address, **key)
-    problem = "it did not finish within 1 seconds)" if key else "UsageError: "
-    assert result.err.count("warning:") == result.err.count(f"wandb failed ({problem}") == 1
+        result, _ = real_wandb("online", WANDB_BASE_URL=f"http://127.0.0.1:{server.getsockname()[1]}")
+    assert result.err.count("warning:") == result.err.count("wandb failed (UsageError: ") == 1

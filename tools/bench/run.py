@@ -9,13 +9,13 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from common.command_line import Items
-from common.console import count, say
+from common.console import say
 from common.files import make_directory, refuse_foreign, write_json
 from common.settings import JsonDict, Settings, UserError
 from tools.bench import data, decode, operators, train
-from tools.bench.harness import Row, failures, machine, print_table
+from tools.bench.harness import Row, machine, print_table
 
-MEASURES: dict[str, tuple[Callable[[Any], dict[str, list[Row]]], str]] = {
+MEASURES: dict[str, tuple[Callable[[Any], list[Row]], str]] = {
     "operators": (operators.measure, "operators; x: how many times as fast as the first"),
     "train": (
         train.measure,
@@ -29,19 +29,14 @@ MEASURES: dict[str, tuple[Callable[[Any], dict[str, list[Row]]], str]] = {
         data.measure,
         "preparing a dataset; x: speed, relative to the library with as many workers",
     ),
-    "tuning": (
-        operators.measure_tuning,
-        "log attention with gates by launch parameters; x: speed, relative to those in use",
-    ),
 }
-"""What measures each kind, as tables by name, and the title of the first table."""
+"""What measures each kind, and the title of its table."""
 
 
 class BenchConfig(Settings, defaults="bench"):
     """Options of scripts/bench.py."""
 
-    what: Items[Literal["operators", "train", "decode", "data", "tuning"]] = Field(min_length=1)
-    profile: bool
+    what: Items[Literal["operators", "train", "decode", "data"]] = Field(min_length=1)
     device: Literal["auto", "cpu", "cuda"]
     rounds: PositiveInt
     out: Path | None
@@ -62,30 +57,22 @@ def bench(options: BenchConfig) -> None:
     """Measure each kind of `what` in turn, and write the file `out` anew after each.
 
     Raises:
-        UserError: there is no GPU, or a contender fails; the others have been measured.
+        UserError: there is no GPU.
     """
-    if options.device == "cuda" and not torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    if options.device == "cuda" and not has_gpu:
         raise UserError("device=cuda, but torch sees no GPU here: use device=cpu")
     if options.device == "auto":
-        options = options.model_copy(
-            update={"device": "cuda" if torch.cuda.is_available() else "cpu"}
-        )
+        options = options.model_copy(update={"device": "cuda" if has_gpu else "cpu"})
     if options.out is not None:
         make_directory(options.out.absolute().parent, "out")
         refuse_foreign(b'"machine"', options.out)
-    given = options.model_dump(mode="json")
-    found: JsonDict = {"options": given, "machine": machine()}
+    settings = options.model_dump(mode="json")
+    figures: JsonDict = {"options": settings, "machine": machine()}
     for what in options.what:
         measure, title = MEASURES[what]
-        tables = measure(options)
-        for name, rows in tables.items():
-            print_table(title.format_map(given) if name == what else name, rows)
-        found |= tables
+        figures[what] = measure(options)
+        print_table(title.format_map(settings), figures[what])
         if options.out is not None:
-            write_json(options.out, found | {"failures": failures})
+            write_json(options.out, figures)
             say(f"written to {options.out}")
-    if failures:
-        raise UserError(
-            f"{count(len(failures), 'contender')} failed: {', '.join(failures)}; lines above say "
-            "why"
-        )

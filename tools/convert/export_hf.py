@@ -26,11 +26,8 @@ from tools.convert.hugging_face.sources import CONFIG_CLASS, MODEL_CLASS, modeli
 _HERE = Path(__file__).resolve().parent
 
 
-def export(checkpoint: Path, out_dir: Path, average: bool = True) -> None:
+def export(checkpoint: Path, out_dir: Path) -> None:
     """Write the whole folder, or nothing.
-
-    Args:
-        average: export the averaged weights, if the run has them.
 
     Raises:
         UserError: there is no whole checkpoint, or out_dir is in use.
@@ -38,7 +35,7 @@ def export(checkpoint: Path, out_dir: Path, average: bool = True) -> None:
     if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
         raise UserError(f"{out_dir} exists and is not empty: choose another folder, or remove it")
     opened = open_model(checkpoint)
-    gpt, tokenizer = load_model(opened, average)
+    gpt, tokenizer = load_model(opened)
     beside = out_dir.absolute().with_name(f".{out_dir.absolute().name}.export")
     make_directory(beside, "out_dir")
     with owned(
@@ -52,7 +49,7 @@ def export(checkpoint: Path, out_dir: Path, average: bool = True) -> None:
             for name, content in tokenizer_files(tokenizer, gpt.config.max_len).items():
                 write_json(beside / name, content)
             (beside / "README.md").write_text(
-                _card(gpt, tokenizer, opened.state, plain, average), encoding="utf-8"
+                _card(gpt, tokenizer, opened.state, plain), encoding="utf-8"
             )
             os.rename(beside, out_dir)
         finally:
@@ -127,7 +124,7 @@ def _own_config(config: GPTConfig, document_start: int | None) -> JsonDict:
     }
 
 
-def _card(gpt: GPT, tokenizer: Tokenizer, state: TrainState, plain: bool, average: bool) -> str:
+def _card(gpt: GPT, tokenizer: Tokenizer, state: TrainState, plain: bool) -> str:
     """Return README.md: what the model is, as far as its run knows."""
     config = gpt.config
     way = (
@@ -148,7 +145,7 @@ def _card(gpt: GPT, tokenizer: Tokenizer, state: TrainState, plain: bool, averag
             config=config,
             length="any length" if config.max_len is None else f"up to {config.max_len:,} tokens",
             tokenizer=tokenizer,
-            training=_training(state, average),
+            training=_training(state),
             trust="" if plain else ", trust_remote_code=True",
             end=tokenizer.tokens[tokenizer.eot_id].decode(),
             code="" if plain else (_HERE / "model_card_code.md").read_text(encoding="utf-8"),
@@ -156,11 +153,10 @@ def _card(gpt: GPT, tokenizer: Tokenizer, state: TrainState, plain: bool, averag
     )
 
 
-def _training(state: TrainState, average: bool) -> str:
+def _training(state: TrainState) -> str:
     if state.step == 0:
         return "not trained since it was made or imported"
-    averaged = "; these are its averaged weights" if average and state.average is not None else ""
     steps = (
         f"{state.step:,} steps of {state.batch_tokens:,} tokens, in sequences of {state.seq_len:,}"
     )
-    return f"trained for {steps}, on `{state.dataset_dir.name}`{averaged}"
+    return f"trained for {steps}, on `{state.dataset_dir.name}`"

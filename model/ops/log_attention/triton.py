@@ -37,9 +37,6 @@ from model.ops.triton_launch import launching
 # Powers of two by which a frame can shrink after a chunk, without gates and with them.
 FEW, MANY = 24, 40
 
-trial: dict[str, int] = {}
-"""Numbers of warps, stages, and tokens of a chunk, to time others than those that are used."""
-
 # In units of a chunk's time: a sweep with OWN, by instructions of both passes for compute
 # capability 9.0 (4,679 of 10,123 for the flagship, 2,112 of 4,146 for heads of 32), and estimates:
 # joining a segment, launching such a sweep.
@@ -310,7 +307,7 @@ def _constants(inputs: _Tensors) -> Constants:
         BK=max(16, triton.next_power_of_2(d_k)),
         BV=max(16, triton.next_power_of_2(min(d_v, columns))),
         BLOCKS=-(-d_v // columns),
-        C=trial.get("chunk", CHUNK if narrow or d_k <= 32 else CHUNK // 2),
+        C=CHUNK if narrow or d_k <= 32 else CHUNK // 2,
         OPERAND=tl.float64 if wide else tl.bfloat16 if narrow else tl.float32,
         ACC=tl.float64 if wide else tl.float32,
         PRECISION="ieee" if wide else "tf32" if q.dtype == k.dtype == torch.float16 else "tf32x3",
@@ -325,8 +322,8 @@ def _constants(inputs: _Tensors) -> Constants:
 def _launch(P: Constants) -> dict[str, int]:
     """Launch options: see docs/kernels.md. Without maxnreg, ptxas sometimes uses 32 registers and
     spills the rest."""
-    warps = trial.get("warps", 4 if P.OPERAND == tl.bfloat16 and P.D_K <= 64 else 8)
-    return {"num_warps": warps, "num_stages": trial.get("stages", 1), "maxnreg": 255}
+    warps = 4 if P.OPERAND == tl.bfloat16 and P.D_K <= 64 else 8
+    return {"num_warps": warps, "num_stages": 1, "maxnreg": 255}
 
 
 def _grid(q: Tensor, P: Constants, segments: Segments | None = None) -> tuple[int, int]:

@@ -1,15 +1,4 @@
-"""Sparse attention in time proportional to its keys: dense attention on tiles, joined in one
-softmax.
-
-A pattern is a union of disjoint sets of keys (patterns.py). The tiles of set p give their result
-y_p and the logarithm l_p of their softmax's sum. Together
-
-    l = log sum_p exp(l_p),    y = sum_p exp(l_p - l) y_p
-
-A tile's weights in the whole are exp(scores - l), so its backward pass is that of FlashAttention
-(Dao et al. 2022, arXiv 2205.14135, algorithm 4) with y and l in place of y_p and l_p. It needs only
-y, l, and the q, k and v of each set.
-"""
+"""Softmax over patterns of keys: by FlexAttention on GPUs, which skips masked keys, else dense."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -20,13 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from common.numbers import ceil_div
-from model.ops.custom import (
-    as_autocast,
-    disable,
-    refuse_second_order,
-    refuse_transforms,
-    running_sum,
-)
+from model.ops.custom import as_autocast, disable, running_sum
 from model.ops.kernels import choose_form
 from model.ops.sparse_attention.patterns import (
     CAUSAL,
@@ -37,21 +20,16 @@ from model.ops.sparse_attention.patterns import (
     pattern_mask,
     pattern_sees,
 )
-from model.ops.sparse_attention.tiles import UNSEEN, Tiles, tile_mask, tiles_of
 
-# The operator, and the form that has all derivatives.
-_NAMES = "sparse_attention in tiles", "naive_sparse_attention"
-_aten = torch.ops.aten
 _TILE = 128  # queries and keys of a tile in FlexAttention, which calls it a block
-_SHORT = 128  # tokens: for shorter sequences, preparing tiles takes longer than it saves
 
 
-@disable  # layouts and masks are cached; FlexAttention is compiled separately
+@disable  # masks are cached; FlexAttention is compiled separately
 def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern]) -> Tensor:
     """softmax(q k^T / sqrt(D)) v, where each query attends to the keys of its head's pattern.
 
-    CPUs use tiles if they are faster than dense attention, and CUDA GPUs FlexAttention: both skip
-    what is masked. Otherwise attention is dense with a mask; on a GPU, a message says so.
+    CUDA GPUs use FlexAttention, which skips what is masked. Otherwise attention is dense with a
+    mask; on a GPU, a message says so.
 
     Args:
         q: (B, H, T, D).
@@ -156,9 +134,7 @@ def _repeated(x: Tensor, H: int) -> Tensor:
 
 
 def _form(q: Tensor) -> str:
-    """Choose "tiles", "flex" or "masks"."""
-    if q.device.type == "cpu":
-        return "tiles"
+    """Choose "masks" or "flex"."""
     return choose_form("sparse attention", "auto", ("masks", "flex"), q, why_not=_why_not_flex)
 
 
@@ -174,17 +150,7 @@ def _attend(form: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Ten
         return scaled_dot_product_attention(q, k, v, is_causal=True)
     if form == "flex":
         return _by_flex_attention(q, k, v, pattern)
-    if form == "masks" or not _tiles_pay(pattern, T):
-        return scaled_dot_product_attention(q, k, v, attn_mask=_dense_mask(pattern, T, q.device))
-    return _in_tiles(q, k, v, pattern)
-
-
-def _tiles_pay(pattern: Pattern, T: int) -> bool:
-    """Whether tiles are faster than dense attention with a mask, as measured on a CPU."""
-    if T < _SHORT:
-        return False
-    n_scores = sum(tiles.n_scores(T) for tiles in tiles_of(pattern, T))
-    return n_scores < 0.4 * T**2
+    return scaled_dot_product_attention(q, k, v, attn_mask=_dense_mask(pattern, T, q.device))
 
 
 @lru_cache(maxsize=8)
@@ -192,76 +158,6 @@ def _dense_mask(pattern: Pattern, T: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # cached, and training may use it next
         t = torch.arange(T, device=device)
         return pattern_mask([pattern], t, t)
-
-
-def _in_tiles(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
-    refuse_transforms(*_NAMES, q, k, v)
-    T = q.shape[2]
-    layouts = tiles_of(pattern, T)
-    if not layouts:
-        return q * 0  # no query has a key
-    tensors = []
-    for tiles in layouts:  # outside of the operator, so that autograd differentiates the layout
-        tensors += [tiles.queries(q[:, :, tiles.rows(T)]), tiles.keys(k), tiles.keys(v)]
-    y: Tensor = _Joined.apply(layouts, q.shape, *tensors)
-    return y
-
-
-class _Joined(torch.autograd.Function):
-    """One softmax over tiles of several layouts, by the CPU kernels of
-    `scaled_dot_product_attention`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, layouts: tuple[Tiles, ...], shape: torch.Size, *tensors: Tensor
-    ) -> Tensor:
-        B, H, T, _ = shape
-        dtype = tensors[0].dtype
-        wide = torch.promote_types(dtype, torch.float32)
-        y = tensors[0].new_zeros(shape, dtype=wide)
-        lse = y.new_full((B, H, T, 1), 2 * UNSEEN)
-        for n, tiles in enumerate(layouts):
-            q_k_v = tensors[3 * n : 3 * n + 3]
-            y_tiles, lse_tiles = _aten._scaled_dot_product_flash_attention_for_cpu(
-                *q_k_v, 0.0, tiles.causal, attn_mask=tile_mask(tiles, T, dtype)
-            )
-            rows = tiles.rows(T)
-            n_rows = rows.stop - rows.start
-            y_new = tiles.natural(y_tiles, B, n_rows)
-            lse_new = tiles.natural(lse_tiles.unsqueeze(-1), B, n_rows)
-            if len(layouts) == 1:
-                y = y_new
-                lse = lse_new
-                break
-            before = lse[:, :, rows]
-            total = torch.logaddexp(before, lse_new)
-            y_before = y[:, :, rows] * (before - total).exp()
-            y[:, :, rows] = y_before + y_new * (lse_new - total).exp()
-            lse[:, :, rows] = total
-        has_no_key = lse < UNSEEN / 2
-        y = y.masked_fill(has_no_key, 0).to(dtype)
-        ctx.layouts = layouts
-        ctx.save_for_backward(y, lse.masked_fill(has_no_key, 0), *tensors)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_order(*_NAMES)
-        y, lse, *tensors = ctx.saved_tensors
-        T = y.shape[2]
-        gradients: list[Tensor | None] = [None, None]
-        for n, tiles in enumerate(ctx.layouts):
-            rows = tiles.rows(T)
-            gradients += _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                tiles.queries(g[:, :, rows]),
-                *tensors[3 * n : 3 * n + 3],
-                tiles.queries(y[:, :, rows]),
-                tiles.queries(lse[:, :, rows]).squeeze(-1),
-                0.0,
-                tiles.causal,
-                attn_mask=tile_mask(tiles, T, y.dtype),
-            )
-        return tuple(gradients)
 
 
 @disable  # as above

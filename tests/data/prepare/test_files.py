@@ -144,13 +144,12 @@ def test_an_unreadable_folder_is_counted(config, tmp_path, monkeypatch, path):
 def test_a_file_that_may_not_be_read_is_counted(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("a")
     source = TextSource(name="text", path=str(tmp_path / "a.txt"))
-    inputs = list(source.inputs())
 
     def refuse(path, *_):
         raise PermissionError(13, "Permission denied", path)
 
     monkeypatch.setattr(os, "open", refuse)
-    (raw,) = source.documents(inputs=inputs)
+    (raw,) = source.documents()
     with pytest.raises(Unreadable, match="unreadable file"):
         source.parse(raw)
 

@@ -1,7 +1,6 @@
 """scripts/serve.py in a separate process, with a real HTTP client."""
 
 import asyncio
-import functools
 import json
 import shlex
 import signal
@@ -9,7 +8,6 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, takewhile
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,13 +21,10 @@ from inference.prefill import CHUNK, Request
 from inference.sampling import SamplingConfig
 
 pytest.importorskip("fastapi", reason="the server's packages are not installed: pip install -e '.[serve]'")
-import uvicorn
-from uvicorn.server import ServerState
 
-from inference.server.completions import _generations, stream
-from inference.server.protocol import ChatRequest, CompletionRequest
-from inference.server.responses import ApiError, CompletionResponse
-from inference.server.serve import _Connection
+from inference.server.completions import stream
+from inference.server.protocol import ChatRequest
+from inference.server.responses import CompletionResponse
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed: pip install -e '.[dev]'")
 FOREVER = {"max_tokens": 100_000, "temperature": 0, "repetition_penalty": 1}
@@ -109,18 +104,6 @@ def test_a_conversation_reads_its_beginning_once(client, make_gpt):
         reused.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
         prompt += texts[0] + "More words of a person. " * 8
     assert reused == [0, 511, 767]  # whole pieces of 256, of which <|endoftext|> is no part of the prompt
-
-
-def test_a_prompt_for_which_there_is_no_memory_is_refused(monkeypatch, make_gpt):
-    monkeypatch.setattr("inference.engine.available_memory", lambda: 10**6)
-    worker = SimpleNamespace(engine=Engine(make_gpt("softmax", "rotary"), 257, 1), max_texts=2)
-    limits = SimpleNamespace(max_tokens=100, max_prompt_tokens=10**6)
-    served = SimpleNamespace(tokenizer=BYTES, limits=limits, worker=worker)
-    assert len(_generations(CompletionRequest(prompt=["a" * 100]), served)) == 1
-    message = r"a text of 4,016 tokens does not fit into memory: its keys and values are 2,056"
-    with pytest.raises(ApiError, match=message) as refused:
-        _generations(CompletionRequest(prompt=["a", "a" * 4000]), served)
-    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "prompt")
 
 
 def test_the_progress_of_a_long_prompt_is_a_comment_of_the_stream(monkeypatch, make_gpt):
@@ -422,39 +405,6 @@ def ask_and_listen_not(url, **body):
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
     connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
     return connection
-
-
-@pytest.mark.parametrize(
-    ("sent", "answered"),
-    [
-        (b"", False),
-        (b"GET / HTTP/1.1\r\nHost: x\r\n", False),
-        (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n", False),
-        (b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", True),
-    ],
-)
-def test_a_request_must_be_complete_in_time_and_its_answer_need_not(monkeypatch, sent, answered):
-    monkeypatch.setattr("inference.server.serve._SECONDS_FOR_A_REQUEST", 0.2)
-
-    async def app(scope, receive, send):
-        while (await receive()).get("more_body"):
-            pass
-        await asyncio.sleep(0.6)
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"late"})
-
-    async def talk():
-        config = uvicorn.Config(app, http=_Connection, log_config=None, lifespan="off")
-        config.load()
-        make = functools.partial(_Connection, config, ServerState(), {})
-        async with await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0) as server:
-            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-            writer.write(sent)
-            received = await asyncio.wait_for(reader.read(), 20)  # to the end of the connection
-            writer.close()
-        return received
-
-    assert (b"late" in asyncio.run(talk())) == answered
 
 
 def wait_for_load(client, writing, waiting, seconds=60):
