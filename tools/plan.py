@@ -11,7 +11,7 @@ from rich.table import Table
 
 from common.console import console, say
 from common.memory import available_memory
-from common.settings import JsonDict, UserError, nearest
+from common.settings import JsonDict, UserError
 from data.shards import read_manifest, token_dtype
 from model.gpt import GPT
 from runtime.device import Runtime, is_bfloat16_fast
@@ -128,7 +128,7 @@ def find_target(config: PlanConfig) -> Target:
     """The requested device, or this machine's.
 
     Raises:
-        UserError: the plan needs a device that this machine does not have.
+        UserError: the plan needs a device that this machine does not have, or none knows.
     """
     device, wanted = config.device, config.runtime.device
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -140,6 +140,9 @@ def find_target(config: PlanConfig) -> Target:
         device = "cpu"
     here = device_of_gpu(gpu) if gpu else None
     known = here if device == "auto" else device_by_name(device)
+    if device not in ("auto", "cpu") and known is None:
+        names = ", ".join(device.name for device in DEVICES)
+        raise UserError(f"device={device} is unknown: give auto, cpu or one of {names}")
     if config.measure and device not in ("auto", "cpu") and (known is None or known != here):
         raise UserError(
             f"measure=true measures this machine, which has no {device}: leave out measure or "
@@ -147,11 +150,7 @@ def find_target(config: PlanConfig) -> Target:
         )
     dtype, where = config.runtime.dtype, torch.device("cpu" if device == "cpu" else "cuda")
     if dtype == "auto":
-        fast = (
-            known.bfloat16 is not None
-            if known
-            else device not in ("auto", "cpu") or is_bfloat16_fast(where)
-        )
+        fast = known.bfloat16 is not None if known else is_bfloat16_fast(where)
         dtype = "bfloat16" if fast else "float32"
     runtime = Runtime(where, getattr(torch, dtype), config.runtime.sequence_chunk)
     if device == "cpu":
@@ -166,9 +165,7 @@ def find_target(config: PlanConfig) -> Target:
         return Target(
             known.name, runtime, known.memory * 1e9, known.peak(runtime.dtype), "NVIDIA data sheet"
         )
-    if gpu is not None and device == "auto":
-        return Target(gpu, runtime, float(torch.cuda.mem_get_info()[1]), None, "unknown")
-    return Target(device, runtime, None, None, "unknown")
+    return Target(str(gpu), runtime, float(torch.cuda.mem_get_info()[1]), None, "unknown")
 
 
 def time_of(config: PlanConfig, target: Target, flops: int, micro_batch: int) -> JsonDict:
@@ -276,7 +273,7 @@ def as_text(key: str, value: float | None) -> str:
     if key == "mfu":
         return f"{100 * value:.3g} %"
     if isinstance(value, float):
-        return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+        return f"{value:,.0f}" if 1000 <= value < 1e15 else f"{value:.4g}"
     for unit, size in (("T", 1e12), ("B", 1e9)):
         if size <= value < 1e15:
             return f"{value / size:,.1f} {unit}"
@@ -286,11 +283,13 @@ def as_text(key: str, value: float | None) -> str:
 def hints(config: PlanConfig, found: JsonDict) -> Iterator[str]:
     """Yield lines that say what to change in the command, to learn more or because something does
     not fit."""
-    names, name = [device.name for device in DEVICES], found["device"]["name"]
-    if found["device"]["source"] == _UNKNOWN:
-        meant = nearest(name.lower(), names)
-        what = meant if meant.endswith("?") else f"give one of {', '.join(names)}, cpu"
-        yield f"device={name} is not in the table of devices: {what}"
+    n_groups = config.n_device // config.runtime.context_parallel
+    if config.batch_size % n_groups:
+        yield (
+            f"{config.batch_size:,} sequences do not divide among {n_groups:,} devices, and some "
+            f"wait for those with {config.share:,}: make batch_tokens a multiple of "
+            f"{n_groups * config.seq_len:,}"
+        )
     chosen, largest = found["step"]["micro_batch"], found["memory"]["largest_micro_batch"]
     if largest == 0:
         yield (
@@ -320,5 +319,6 @@ def duration(seconds: float) -> str:
     """In seconds, minutes, hours or days."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
-            return f"{seconds / size:,.1f} {unit}"
+            amount = seconds / size
+            return f"{amount:,.1f} {unit}" if amount < 1e9 else f"{amount:.4g} {unit}"
     return f"{seconds:.1f} seconds"
