@@ -52,8 +52,8 @@ def command(
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
     )  # a lost process is one line of ours, not twenty of torch's
-    # Threads of OpenMP wait for each other by spinning. Where other processes use the CPU too, one of
-    # them is not running, and the others would use up its time (docs/research.md).
+    # OpenMP's threads wait for each other by spinning. Where other processes use the CPU too, some
+    # thread is not running, and the others would use up its time (docs/research.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     os.environ["MPLBACKEND"] = "agg"  # a notebook's may not be installed here
     logging.getLogger().setLevel(logging.ERROR)

@@ -3,7 +3,7 @@
 import difflib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
@@ -138,8 +138,11 @@ class Settings(BaseModel):
 S = TypeVar("S", bound=Settings)
 
 
-def decode(cls: type[S], raw: Any) -> S:
+def decode(cls: type[S], raw: Any, shown: Callable[[Any], str] = repr) -> S:
     """Turn plain data (from Hydra, JSON or a checkpoint) into settings.
+
+    Args:
+        shown: writes a wrong value.
 
     Raises:
         UserError: one line that names the first wrong key, its value, and what is allowed there.
@@ -147,7 +150,7 @@ def decode(cls: type[S], raw: Any) -> S:
     try:
         return cls.model_validate(raw)
     except ValidationError as error:
-        raise UserError(_refusal(raw, error.errors())) from None
+        raise UserError(_refusal(raw, error.errors(), shown)) from None
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
@@ -192,7 +195,7 @@ def flat(tree: JsonDict, prefix: str = "") -> JsonDict:
     return found
 
 
-def _refusal(raw: Any, errors: list[Any]) -> str:
+def _refusal(raw: Any, errors: list[Any], shown: Callable[[Any], str]) -> str:
     """Return pydantic's message on the first wrong key, and those on its other types."""
     path = _path_in(raw, errors[0])
     here = [error for error in errors if _path_in(raw, error) == path]
@@ -201,9 +204,9 @@ def _refusal(raw: Any, errors: list[Any]) -> str:
     if not path:
         return message
     given = errors[0]["input"]
-    shown = "" if isinstance(given, dict) else f"={given!r}"
+    value = "" if isinstance(given, dict) else f"={shown(given)}"
     more = f" (and {len(errors) - len(here)} more)" if len(errors) > len(here) else ""
-    return f"config {path}{shown}: {message}{more}"
+    return f"config {path}{value}: {message}{more}"
 
 
 def _path_in(raw: Any, error: Any) -> str:

@@ -222,6 +222,14 @@ def run_plan(config: PlanConfig) -> None:
         )
     elif most is not None and micro_batch > most:
         say(f"runtime.micro_batch={micro_batch} does not fit: use {most}")
+    n_groups = config.n_device // config.runtime.context_parallel
+    if config.batch_size % n_groups:
+        share = config.share_of(config.n_device)
+        say(
+            f"{config.batch_size:,} sequences do not divide among {n_groups:,} devices, and some "
+            f"wait for those with {share:,}: make batch_tokens a multiple of "
+            f"{n_groups * config.seq_len:,}"
+        )
     if figures["time"]["seconds"] is None:
         say(
             "for the time, give mfu=... (for a known GPU) or tokens_per_second=... (per device), "
@@ -240,7 +248,7 @@ def as_text(key: str, value: float | None) -> str:
     if key == "mfu":
         return f"{100 * value:.3g} %"
     if isinstance(value, float):
-        return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+        return f"{value:,.0f}" if 1000 <= value < 1e15 else f"{value:.4g}"
     for unit, size in (("T", 1e12), ("B", 1e9)):
         if size <= value < 1e15:
             return f"{value / size:,.1f} {unit}"
@@ -256,5 +264,6 @@ def duration(seconds: float) -> str:
     """In seconds, minutes, hours or days."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
-            return f"{seconds / size:,.1f} {unit}"
+            amount = seconds / size
+            return f"{amount:,.1f} {unit}" if amount < 1e9 else f"{amount:.4g} {unit}"
     return f"{seconds:.1f} seconds"

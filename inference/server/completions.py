@@ -116,10 +116,12 @@ async def read_request(http: Request, kind: type[AnyRequest]) -> AnyRequest:
 
 def _decoded(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
     try:
-        return decode(kind, parse_json(body))
+        return decode(kind, parse_json(body), json.dumps)
     except ValueError as error:
         what = "" if isinstance(error, UserError) else "the body is not JSON: "
-        raise refused(what + str(error).replace("config ", "", 1)) from None
+        message = str(error).replace("config ", "", 1).replace("a valid list", "an array")
+        message = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", message)
+        raise refused(what + message) from None
 
 
 def refused(message: str) -> ApiError:

@@ -35,7 +35,14 @@ _NOT_OFFERED = {
     "logit_bias": "leave it out",
     "suffix": "leave it out",
     "tools": "leave it out",
+    "tool_choice": "leave it out",
     "response_format": "leave it out",
+}
+_IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls")
+# These are what happens anyway.
+_USUAL: dict[str, list[Any]] = {
+    "response_format": [{"type": "text"}],
+    "tool_choice": ["none", "auto"],
 }
 _Message = Annotated[tuple[str, str], BeforeValidator(parse_message)]
 _MESSAGES = TypeAdapter(list[JsonDict]).json_schema()
@@ -94,7 +101,10 @@ class _Shared(SamplingConfig):
     def _drop_nulls_and_defaults(cls, raw: Any) -> Any:
         if not isinstance(raw, dict):
             raise ValueError("the body is not a JSON object")
-        body = {key: value for key, value in raw.items() if value is not None and key != "user"}
+        body = {}
+        for key, value in raw.items():
+            if value is not None and key not in _IGNORED and value not in _USUAL.get(key, []):
+                body[key] = value
         for key, instead in _NOT_OFFERED.items():
             if body.pop(key, None):  # 0, "" and {} have no effect
                 raise ValueError(f"{key} is not supported: {instead}")

@@ -110,12 +110,26 @@ def test_a_tokenizer_with_far_fewer_ids_than_the_model_has_rows_is_said(folder, 
     assert (said in capsys.readouterr().err) == is_said
 
 
-def test_training_goes_on_by_the_command_that_is_printed(folder, tmp_path, dataset_dir, command):
+def of_its_own(folder):
+    """Give the model a vocabulary whose first id is <|endoftext|>."""
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw["added_tokens"][0]["id"] = 0
+    raw["model"]["vocab"] = {"<|endoftext|>": 0} | {token: i + 1 for token, i in raw["model"]["vocab"].items()}
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize("change", [lambda folder: None, of_its_own], ids=["bytes", "its own vocabulary"])
+def test_training_goes_on_by_the_commands_that_are_printed(folder, tmp_path, command, change):
+    change(folder)
     run_dir = tmp_path / "it's again (1)"
     result = command("scripts/import_gpt2", f"folder={folder}", f"run_dir={run_dir}")
     assert result.status == 0, result.err
-    (typed,) = commands_in(result.out)
-    more = f"dataset_dir={dataset_dir}", "batch_tokens=32", "stop_at=3", "runtime.device=cpu"
+    prepare, typed = commands_in(result.out)
+    for i in range(20):
+        (tmp_path / f"{i}.txt").write_text(f"text {i} " * 40)
+    data = f"data.path={tmp_path}/*.txt", f"out_dir={tmp_path / 'data'}"
+    assert command(prepare.script, *prepare.arguments, *data).status == 0
+    more = f"dataset_dir={tmp_path / 'data'}", "batch_tokens=32", "stop_at=3", "runtime.device=cpu"
     result = command(typed.script, *typed.arguments, *more)
     assert result.status == 0, result.err
     trained = tmp_path / "it's again (1)-trained"

@@ -41,6 +41,15 @@ def test_a_table_for_people_fits_a_terminal(command):
         assert text in result.out
     assert max(map(len, result.out.splitlines())) <= 80
     assert "unknown" not in result.out
+    slow = command("scripts/plan", "experiment=pile_125m", "device=a100-40gb", "mfu=1e-30")
+    assert max(map(len, slow.out.splitlines())) <= 80
+
+
+def test_devices_that_share_unevenly_are_said(command):
+    plan = ["scripts/plan", "experiment=pile_125m", "device=h100", "mfu=0.4"]
+    said = "480 sequences do not divide among 7 devices, and some wait for those with 69"
+    assert said in command(*plan, "n_device=7").out
+    assert "do not divide" not in command(*plan, "n_device=8").out
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Literal
 
-from pydantic import ConfigDict
-
-from common.console import warn
-from common.files import read_json
-from common.settings import JsonDict, Settings, UserError, decode
+from common.settings import JsonDict
 from data.chat import MARKERS, ChatTokenizer
-from data.tokenizer import RankTokenizer
-from data.tokenizer_base import END_OF_TEXT, LARGEST_FILE, Tokenizer, byte_characters
+from data.tokenizer import BytesConfig, RankTokenizer, build_tokenizer
+from data.tokenizer_base import Tokenizer, byte_characters
 
 _HERE = Path(__file__).parent
+_GPT2_IDS = 50257
+_GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 _FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -76,84 +73,30 @@ def _merges(tokenizer: RankTokenizer) -> list[str]:
     ]
 
 
-class _Lenient(Settings):
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-
-class _ByteLevel(_Lenient):
-    type: Literal["ByteLevel"]
-    add_prefix_space: Literal[False] = False
-    use_regex: bool = True
-
-
-class _Model(_Lenient):
-    type: Literal["BPE"]
-    vocab: dict[str, int]
-    merges: list[str | list[str]]
-
-
-class _AddedToken(_Lenient):
-    id: int
-    content: str
-
-
-class _TokenizerJson(_Lenient):
-    """The parts of tokenizer.json that determine the ids of a text."""
-
-    added_tokens: list[_AddedToken]
-    normalizer: None = None
-    pre_tokenizer: _ByteLevel
-    model: _Model
-
-
 def read_tokenizer_json(path: Path) -> Tokenizer:
-    """Read a GPT-2's tokenizer.json, or one that `tokenizer_files` made.
+    """Read a tokenizer.json: tokenizer=bytes or gpt2 if it is one of these, or as tokenizer=hf.
 
     Raises:
-        UserError: it is missing, damaged, or a kind of tokenizer whose ids we cannot reproduce.
+        UserError: it is missing, damaged, or not a byte-level BPE.
     """
-    raw = read_json(path, LARGEST_FILE)
-    try:
-        return _tokenizer(decode(_TokenizerJson, raw), path)
-    except UserError as error:
-        raise UserError(f"{path} is not a tokenizer of GPT-2's kind: {error}") from None
+    from data.tokenizer_json import HFTokenizer, read_hf_tokenizer  # their library is optional
+
+    read = read_hf_tokenizer(path)
+    if read.tokens[-len(MARKERS) :] != [marker.encode() for marker in MARKERS]:
+        return _known(read)
+    others = [token for token in read.saved["added_tokens"] if token["content"] not in MARKERS]
+    return ChatTokenizer(_known(HFTokenizer(read.saved | {"added_tokens": others})))
 
 
-def _tokenizer(file: _TokenizerJson, path: Path) -> Tokenizer:
-    added = {token.content: token.id for token in file.added_tokens}
-    eot_id = added.get(END_OF_TEXT)
-    if eot_id is None:
-        raise UserError(f"it has no token {END_OF_TEXT}")
-    others = [content for content, id_ in added.items() if id_ > eot_id]
-    is_chat = others == [*MARKERS]
-    if others and not is_chat:
-        warn(f"{path}: {', '.join(map(repr, others))} will be treated as ordinary text")
-    ranks = _ranks(file.model.vocab, eot_id)
-    _check_merges(file.model)
-    tokenizer = RankTokenizer("gpt2" if file.pre_tokenizer.use_regex else "bytes", ranks)
-    return ChatTokenizer(tokenizer) if is_chat else tokenizer
-
-
-def _ranks(vocab: dict[str, int], eot_id: int) -> list[bytes]:
-    texts = {id_: text for text, id_ in vocab.items() if id_ < eot_id}
-    if len(texts) != eot_id or min(texts, default=0) < 0:
-        raise UserError(f"{END_OF_TEXT} is token {eot_id}, but must be the last token")
-    byte = {character: byte for byte, character in byte_characters().items()}
-    try:
-        return [bytes(byte[character] for character in texts[id_]) for id_ in range(eot_id)]
-    except KeyError as error:
-        raise UserError(
-            f"{error} is not a byte-level character: the tokens are not byte-level BPE"
-        ) from None
-
-
-def _check_merges(model: _Model) -> None:
-    """Raise UserError unless pairs are merged in the order of their ids, as in tiktoken."""
-    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.merges]
-    ids = [model.vocab.get("".join(pair), -1) for pair in pairs]
-    wrong = next(
-        (pair for pair, id_, before in zip(pairs, ids, [0, *ids], strict=False) if id_ < before),
-        None,
-    )
-    if wrong is not None:
-        raise UserError(f"the merge of {wrong} is not in the order of the ids")
+def _known(read: Tokenizer) -> Tokenizer:
+    """The tokenizer of tokenizer=bytes or gpt2 if `read` is one of these, or `read` itself."""
+    if read.saved.get("normalizer") is not None:
+        return read
+    in_bytes = build_tokenizer(BytesConfig(name="bytes"))
+    if read.tokens == in_bytes.tokens:
+        return in_bytes
+    if read.n_vocab == _GPT2_IDS:
+        tokenizer = RankTokenizer("gpt2", read.tokens[:-1])
+        if tokenizer.sha256 == _GPT2_SHA256:
+            return tokenizer
+    return read

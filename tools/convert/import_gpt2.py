@@ -13,7 +13,9 @@ from torch import Tensor
 from common.command_line import overrides
 from common.console import say, warn
 from common.files import file_size, read_json
-from common.settings import UserError
+from common.settings import JsonDict, UserError
+from data.chat import ChatTokenizer
+from data.shards import TOKENIZER
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
 from runtime.checkpoint import FLOATS
@@ -26,8 +28,8 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MASK_TYPES = (torch.bool, torch.uint8, torch.float32)
 _PADDING = 128  # rows without an id that are usual, because sizes of a power of 2 are faster
 _SEQUENCES = 480  # of a step: the published batch
-_TO_CHOOSE = {
-    "dataset_dir": "datasets/pile",
+_TO_CHOOSE: JsonDict = {
+    "dataset_dir": "datasets/notes",
     "optim.max_lr": 6e-5,
     "max_steps": 1000,
     "schedule.warmup_steps": 100,
@@ -49,6 +51,12 @@ def import_gpt2(folder: Path, run_dir: Path) -> Path:
         f"{path}: {gpt.n_params():,} parameters, tokenizer {tokenizer.name} of "
         f"{tokenizer.n_vocab:,} ids"
     )
+    if not isinstance(tokenizer, ChatTokenizer):
+        options = {"data": "text", "data.path": "notes", "tokenizer": tokenizer.name}
+        if tokenizer.name == "hf":
+            options["tokenizer.path"] = str(path / TOKENIZER)
+        options["out_dir"] = _TO_CHOOSE["dataset_dir"]
+        say(f"prepare text for it with python scripts/prepare_data.py {overrides(options)}")
     runs = {"init_from": str(run_dir), "run_dir": f"{run_dir}-trained"}
     say(f"train it with python train.py {overrides({**runs, **sizes, **_TO_CHOOSE})}")
     say(f"{', '.join(_TO_CHOOSE)} are examples: choose your own, and any dataset of this tokenizer")

@@ -202,10 +202,13 @@ BAD = [
     ({"prompt": [97, 257]}, "prompt", "token id 257: this model's are 0 to 256"),
     ({"prompt": "x" * 2001}, "prompt", "prompt has 2001 tokens: this server takes at most 2000"),
     ({"max_tokens": 100_001}, "max_tokens", "max_tokens=100001 is too much: this server gives at most 100000"),
-    ({"max_tokens": "9"}, "max_tokens", "max_tokens='9': Input should be a valid integer"),
+    ({"max_tokens": "9"}, "max_tokens", 'max_tokens="9": Input should be a valid integer'),
     ({"n": 21}, "n", "n=21 for each of 1 prompt are 21 texts: this server takes at most 20 at once"),
     ({"temperature": -1}, "temperature", "temperature=-1"),
     ({"repetition_penalty": 1e39}, "repetition_penalty", "penalty=1e+39: Input should be less than or equal to 1000"),
+    ({"n": True}, "n", "n=true: Input should be a valid integer"),
+    ({"stream_options": 5}, "stream_options", "stream_options=5: Input should be an object"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "response_format is not supported: leave it"),
     ({"stop": ["a", ""]}, "stop", "1 to 256 characters"),
     ({"stream_options": {"include_usage": 5}}, "stream_options", "stream_options.include_usage=5"),
     ({"max_token": 3}, "max_token", "unknown key 'max_token': did you mean 'max_tokens'?"),
@@ -217,6 +220,12 @@ BAD = [
     (b'{"prompt": "\\ud800"}', None, "surrogate"),
     (b"[" * 65 + b"]" * 65, None, "levels deep"),
 ]
+
+
+def test_what_would_change_nothing_is_accepted(client):
+    body = {"prompt": "a", "max_tokens": 3, "seed": 1}
+    harmless = {"response_format": {"type": "text"}, "tool_choice": "none", "tools": [], "metadata": {"a": "b"}}
+    assert complete(client, **body, **harmless)["choices"] == complete(client, **body)["choices"]
 
 
 @pytest.mark.parametrize(("body", "param", "reason"), BAD)
@@ -364,7 +373,7 @@ def test_a_turn_reads_what_it_adds_the_last_answer_and_less_than_a_chunk(chat_cl
     ("body", "param", "reason"),
     [
         ({}, "messages", "messages: Field required"),
-        ({"messages": "a"}, "messages", "messages='a': Input should be a valid list"),
+        ({"messages": "a"}, "messages", 'messages="a": Input should be an array'),
         ({"messages": []}, "messages", "messages=[]: List should have at least 1 item"),
         ({"messages": [*TALK, {"role": "critic"}]}, "messages", "messages.2: a message whose role is not system, user"),
         ({"messages": [{"role": "user", "content": "x" * 2001}]}, "messages", "messages has 2003 tokens: this server"),
