@@ -1,21 +1,16 @@
 """Sparse attention: the operator against loops over the definitions, the modules against theirs, streaming, bounds."""
 
-import contextlib
 import functools
-from types import SimpleNamespace
 
 import agreement
 import pytest
 import torch
 from gradients import assert_all_close
 from made_on import suspended
-from pydantic import TypeAdapter, ValidationError
-from torch._dynamo.testing import CompileCounterWithBackend
 
-from common.console import say_once
 from common.settings import decode
 from model.attention.longformer import LongformerConfig
-from model.attention.sparse import FixedConfig, SlidingWindowConfig, StridedConfig
+from model.attention.sparse import SlidingWindowConfig, StridedConfig
 from model.gpt import GPT, GPTConfig
 from model.ops.sparse_attention import attend
 from model.ops.sparse_attention.attend import sparse_attention
@@ -29,7 +24,6 @@ PATTERNS = {
     "window 1": ([window(1)], lambda h, i, j: i == j),
     "window beyond T": ([window(1000)], lambda h, i, j: j <= i),
     "dilated": ([window(4, 2)], lambda h, i, j: 0 <= i - j < 12 and (i - j) % 3 == 0),
-    "dilated beyond T": ([window(4, 300)], lambda h, i, j: 0 <= i - j < 1204 and (i - j) % 301 == 0),
     "wide blocks": ([window(290)], lambda h, i, j: 0 <= i - j < 290),
     "heads": (
         [window(3), window(9, 1), window(3), window(70)],
@@ -48,7 +42,6 @@ PATTERNS = {
         lambda h, i, j: j <= i and (j // 8 == i // 8 if h % 2 == 0 else j % 8 >= 5),
     ),
     "fixed, merged": ([fixed(8, 3)], lambda h, i, j: j <= i and (j // 8 == i // 8 or j % 8 >= 5)),
-    "fixed, c = l": ([fixed(8, 8)], lambda h, i, j: j <= i),
     "fixed, l = 1": ([fixed(1, 1)], lambda h, i, j: j <= i),
 }
 
@@ -96,7 +89,7 @@ def test_the_mask_is_the_definition(name):
     assert torch.equal(pattern_mask(patterns, t, t), seen(name, len(patterns), 40))
 
 
-@pytest.mark.parametrize("name", ["dilated", "global", "strided, merged", "fixed", "fixed, merged"])
+@pytest.mark.parametrize("name", ["dilated", "global", "fixed, merged"])
 def test_bfloat16_and_autocast_round_like_their_number_format(name, form):
     """v, the weights and the result are rounded once each, and so are the results of up to two parts: 4 x 2^-9 of |v|.
     The scores' inputs are rounded before, equally for both. The mean |v| of the visible keys bounds the error; the
@@ -125,29 +118,12 @@ def test_a_text_may_have_more_tokens_than_a_tile(patterns, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "T", "pay"),
-    [
-        (window(16), 100, False),  # a short text
-        (window(16), 256, True),
-        (window(256), 300, False),  # nearly all there is
-        (window(256), 1024, True),
-        (fixed(128, 8, "A2"), 1024, True),
-        (strided(128), 300, False),  # two parts
-    ],
-)
-def test_tiles_are_for_long_texts_that_are_seen_in_part(pattern, T, pay):
-    assert attend._tiles_pay(pattern, T) == pay
-
-
-@pytest.mark.parametrize(
     ("pattern", "T", "causal"),
     [
         (window(10), 10, True),
         (window(10), 11, False),
-        (window(10, 1), 2, False),
         (strided(1), 50, True),
         (longformer(50, 1), 4, False),
-        (fixed(9, 3, "A1"), 9, True),
         (fixed(9, 3), 9, True),
         (fixed(9, 3), 10, False),
         (fixed(9, 3, "A2"), 9, False),
@@ -159,11 +135,11 @@ def test_patterns_that_are_plainly_causal_are_known(pattern, T, causal):
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("T", [128, 300])
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.slow
-def test_flex_attention_has_the_same_masks(name, T, eager_flex):
+def test_flex_attention_has_the_same_masks(name, eager_flex):
     """As far as it runs without a GPU: uncompiled, forward only. Its block mask equals torch's."""
+    T = 300
     q, k, v = (x.detach() for x in inputs(T, B=1, D=16, dtype=torch.float32)[:3])
     for pattern in dict.fromkeys(PATTERNS[name][0]):
         found = attend._by_flex_attention(q, k, v, pattern)
@@ -198,62 +174,11 @@ def test_flex_attention_keeps_documents_apart(pattern, T, eager_flex):
         assert torch.equal(ours.to_dense(), torchs.to_dense())
 
 
-@torch.no_grad()
-@pytest.mark.slow
-def test_flex_attention_is_compiled_once_for_each_pattern(monkeypatch):
-    """And not again for other documents. With gradients, which need a GPU, it is compiled twice as often."""
-    flex = pytest.importorskip("torch.nn.attention.flex_attention")
-    attend._flex_attention()  # raises the limit
-    torch.compiler.reset()
-    compiled = CompileCounterWithBackend("eager")
-    attention = torch.compile(flex.flex_attention, backend=compiled, fullgraph=True)
-    monkeypatch.setattr(attend, "_flex_attention", lambda: (attention, flex.BlockMask))
-    q, k, v = torch.randn(3, 1, 2, 140, 16)
-    for border in (70, 90):
-        starts = torch.arange(140).eq(border).unsqueeze(0)
-        for name, pattern in agreement.PATTERNS.items():
-            documents = starts if "document" in name else None
-            attend._by_flex_attention(q, k, v, pattern, documents)
-    assert compiled.frame_count == len(agreement.PATTERNS)
-    assert torch._dynamo.config.recompile_limit >= 4 * len(agreement.PATTERNS)
-
-
 @pytest.mark.gpu(alone=True)
 @pytest.mark.parametrize("forgets", [False, True])
 def test_compiled_flex_attention_agrees_with_the_definition(device, forgets):
     with suspended():
         agreement.flex(device, torch.bfloat16, 64, forgets=forgets)
-
-
-def found(fault, message):
-    """What is compared agrees, or a fault is found."""
-    return pytest.raises(AssertionError, match=message) if fault else contextlib.nullcontext()
-
-
-@pytest.mark.parametrize(("change", "dtype"), [(1.0, torch.bfloat16), (1.1, torch.float32)])
-def test_a_fault_of_flex_attention_is_found(monkeypatch, change, dtype):
-    """FlexAttention has no backward pass on CPUs: tiles stand in for it."""
-
-    def tiles(q, k, v, pattern, starts):
-        documents = {} if starts is None else {"starts": starts}
-        attention = attend.sparse_attention if starts is None else attend.document_attention
-        return attention(q * change, k, v, [pattern], **documents)
-
-    monkeypatch.setattr(attend, "_by_flex_attention", tiles)
-    with found(change != 1, r"^y is off by .* \(window, 100 tokens\)$"):
-        agreement.flex("cpu", dtype, 16, T=140)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(("dtype", "wrong"), [(torch.bfloat16, False), (torch.float64, True)])
-def test_a_fault_of_attention_that_forgets_is_found(eager_flex, monkeypatch, dtype, wrong):
-    """The wrong one has a gradient of gates that no feature passes on."""
-    right = attend._forgetting
-    monkeypatch.setattr(
-        attend, "_forgetting", lambda q, k, log_f: right(q, k, log_f.detach() + 0 * log_f if wrong else log_f)
-    )
-    with found(wrong, r"^the gradient of log_f is off by .* \(gates\)$"):
-        agreement.flex("cpu", dtype, 16, T=140, forgets=True)
 
 
 @pytest.mark.parametrize("patterns", [[strided(6)], [fixed(8, 3)], [longformer(5, 3)]])
@@ -266,15 +191,6 @@ def test_parts_share_one_softmax_also_far_beyond_the_range_of_exponentials(patte
     # Rounding of a score of 2000 is 2000 times larger.
     torch.testing.assert_close(found, wanted, rtol=0, atol=1600 * 1e-12)
     assert_all_close(*(torch.autograd.grad(y, qkv, g) for y in (found, wanted)), tolerance=40 * 1600 * 1e-12)
-
-
-@pytest.mark.gpu
-def test_huge_scores_stay_finite():
-    """Scores of about 10^6, where rounding is far below 1, so that recomputed weights are at most e."""
-    q, k, v, g = inputs(100, dtype=torch.float32)
-    y = sparse_attention(q * 1e3, k * 1e3, v, [strided(6)])
-    y.backward(g)
-    assert all(x.isfinite().all() for x in (y, q.grad, k.grad, v.grad))
 
 
 @pytest.mark.parametrize(
@@ -302,31 +218,6 @@ def test_shapes_that_do_not_fit_are_refused():
     ]:
         with pytest.raises(ValueError, match="patterns: need"):
             sparse_attention(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "head_dim", "wanted", "said"),
-    [
-        ("cpu", torch.float64, 6, "tiles", ""),
-        ("cuda", torch.bfloat16, 64, "flex", ""),
-        ("cuda", torch.float32, 8, "masks", "sparse attention uses masks, which is slower: flex needs 16 features"),
-        ("cuda", torch.float64, 64, "masks", ""),
-        ("mps", torch.float32, 64, "masks", ""),
-    ],
-)
-def test_what_skips_nothing_is_said(device, dtype, head_dim, wanted, said, monkeypatch, capsys):
-    say_once.cache_clear()
-    assert attend._form(SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 1, 8, head_dim))) == wanted
-    out = capsys.readouterr().out
-    assert said in out if wanted == "masks" else "slower" not in out
-
-
-@pytest.mark.parametrize("shape", [(0, 4, 5, 8), (2, 4, 0, 8)])
-def test_nothing_to_attend_to_is_no_error(shape):
-    q = torch.randn(shape, requires_grad=True)
-    y = sparse_attention(q, q, q, [window(2)])
-    assert y.shape == shape
-    y.sum().backward()
 
 
 CONFIGS = {
@@ -362,34 +253,6 @@ def test_flops_count_global_projections_for_global_tokens_alone():
     assert longformer - plain == pytest.approx(6 * 8 * 3 * 4 * 6 * 4 / 100 + 3 * 4 * 4 * 6 * keys / 100, abs=6)
 
 
-def test_flops_count_the_keys_that_are_seen():
-    module = build("strided, merged")
-    assert module.flops_per_token(100) == round(4 * 4 * 6 * module.mask(100).sum().item() / 100)
-    long = module.mask(3000).sum().item() / 3000
-    assert module.flops_per_token(3000) == pytest.approx(4 * 4 * 6 * long, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("config", "raw", "message"),
-    [
-        (SlidingWindowConfig, {"window": 0}, "window"),
-        (SlidingWindowConfig, {"window": [4, 0]}, "window"),
-        (SlidingWindowConfig, {"window": None}, "window"),
-        (SlidingWindowConfig, {"dilation": 0}, "dilation"),
-        (SlidingWindowConfig, {"dilation": [1, 0]}, "dilation"),
-        (LongformerConfig, {"window": 0}, "window"),
-        (LongformerConfig, {"n_global": 0}, "n_global"),
-        (StridedConfig, {"stride": 0}, "stride"),
-        (FixedConfig, {"size": 0}, "size"),
-        (FixedConfig, {"width": 0}, "width"),
-    ],
-)
-def test_bad_settings_are_refused(config, raw, message):
-    name = config.model_fields["name"].annotation.__args__[0]
-    with pytest.raises(ValidationError, match=message):
-        TypeAdapter(config).validate_python({"name": name, **raw})
-
-
 @pytest.mark.parametrize(
     ("config", "n_head", "message"),
     [
@@ -405,7 +268,3 @@ def test_bad_settings_are_refused(config, raw, message):
 def test_what_does_not_go_together_is_refused(config, n_head, message):
     with pytest.raises(ValueError, match=message):
         config.check(n_head, 2, None)
-
-
-def test_one_head_attends_to_both_sets():
-    StridedConfig(name="strided", merge=True).check(1, 8, None)

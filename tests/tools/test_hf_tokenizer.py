@@ -34,7 +34,7 @@ SMALL_JSON = tokenizer_files(SMALL, None)["tokenizer.json"]
 SMALL_THEIRS, BYTES_THEIRS = theirs(SMALL), theirs(BYTES)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(text=NASTY)
 def test_any_text_has_the_same_ids(text):
     text = text.replace("<|endoftext|>", "") + WORLD
@@ -50,14 +50,6 @@ def test_real_text_has_tiktokens_ids(gpt2_ranks):
     text = text.replace("<|endoftext|>", "") + WORLD
     assert len(text) > 50_000
     assert theirs(tokenizer).encode(text).ids == tokenizer.encoding.encode_ordinary(text)
-
-
-@pytest.mark.parametrize("tokenizer", [SMALL, BYTES], ids=["gpt2", "bytes"])
-def test_the_end_of_a_text_is_one_token(tokenizer):
-    other = theirs(tokenizer)
-    assert other.encode("a<|endoftext|>b").ids == [97, tokenizer.eot_id, 98]
-    assert other.get_vocab_size() == tokenizer.n_vocab
-    assert other.decode([97, tokenizer.eot_id, 98]) == "ab"
 
 
 TALKS = [
@@ -100,11 +92,6 @@ def test_what_is_written_is_read_back(tokenizer, tmp_path):
     assert read_tokenizer_json(path).sha256 == tokenizer.sha256
 
 
-def test_a_limit_of_length_is_told():
-    assert tokenizer_files(BYTES, 64)["tokenizer_config.json"]["model_max_length"] == 64
-    assert "model_max_length" not in tokenizer_files(BYTES, None)["tokenizer_config.json"]
-
-
 def set_(*path, to):
     def change(raw):
         for key in path[:-1]:
@@ -119,18 +106,13 @@ def set_(*path, to):
     [
         (set_("added_tokens", to=[]), r"it has no token <\|endoftext\|>"),
         (set_("added_tokens", 0, "id", to=10**18), r"endoftext\|> is token 10{18}, but must be the last token"),
-        (set_("model", "vocab", "a", to=-1), "must be the last token"),
         (
             lambda raw: raw["model"]["vocab"].update(日=raw["model"]["vocab"].pop("a")),
             "'日' is not a byte-level character",
         ),
         (lambda raw: raw["model"]["merges"].reverse(), "is not in the order of the ids"),
         (set_("model", "type", to="Unigram"), r"model.type='Unigram': Input should be 'BPE'"),
-        (set_("pre_tokenizer", "type", to="Metaspace"), r"pre_tokenizer.type='Metaspace'"),
-        (set_("pre_tokenizer", "add_prefix_space", to=True), r"add_prefix_space=True: Input should be False"),
         (set_("pre_tokenizer", "use_regex", to=False), r"tokenizer 'bytes' must be the 256 bytes in order"),
-        (set_("normalizer", to={"type": "NFC"}), "normalizer"),
-        (set_("model", "merges", to=[["a"], 1]), r"model.merges"),
     ],
 )
 def test_what_is_not_of_gpt2s_kind_is_refused(change, message, tmp_path):
@@ -141,18 +123,3 @@ def test_what_is_not_of_gpt2s_kind_is_refused(change, message, tmp_path):
     with pytest.raises(UserError, match=message) as error:
         read_tokenizer_json(path)
     assert str(error.value).startswith(f"{path} is not a tokenizer of GPT-2's kind: ")
-
-
-@pytest.mark.parametrize("content", [b"[]", b"{"])
-def test_what_is_no_tokenizer_is_refused(content, tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes(content)
-    with pytest.raises(UserError, match=r"tokenizer\.json"):
-        read_tokenizer_json(tmp_path / "tokenizer.json")
-
-
-def test_more_added_tokens_are_warned_of(tmp_path, capsys):
-    raw = tokenizer_files(SMALL, None)["tokenizer.json"]
-    raw["added_tokens"] = [*raw["added_tokens"], {"id": SMALL.eot_id + 1, "content": "[PAD]"}]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
-    assert read_tokenizer_json(tmp_path / "tokenizer.json").sha256 == SMALL.sha256
-    assert "'[PAD]' will be treated as ordinary text" in capsys.readouterr().err

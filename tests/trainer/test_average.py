@@ -10,12 +10,10 @@ import torch
 from safetensors.torch import load_file
 from test_resume import metrics
 
-from common.settings import UserError, decode
+from common.settings import UserError
 from model.gpt import GPT
-from runtime.checkpoint import checkpoint_path, newest, open_model
+from runtime.checkpoint import checkpoint_path, open_model
 from runtime.distributed import World
-from tools.convert.export_hf import export
-from tools.plan import PlanConfig, plan
 from trainer.average import AVERAGE, Average
 from trainer.loop import fit
 
@@ -86,19 +84,6 @@ def test_commands_take_the_averaged_weights_or_the_last(run_of, command):
     }
 
 
-@pytest.mark.parametrize("average", [True, False])
-def test_what_is_exported(run_of, tmp_path, average):
-    run_dir = run_of(AVERAGED)
-    export(run_dir, tmp_path / "out", average)
-    exported = load_file(tmp_path / "out" / "model.safetensors")
-    weights, means = stored(run_dir, 6)
-    expected = means if average else weights
-    norm = next(name for name in means if name.endswith("norm.weight"))
-    assert torch.equal(exported[f"gpt.{norm}"], expected[norm])
-    assert not torch.equal(weights[norm], means[norm])
-    assert ("averaged weights" in (tmp_path / "out" / "README.md").read_text()) == average
-
-
 @pytest.mark.parametrize(("before", "now", "said"), [(None, 0.4, "0.4 (checkpoint: null)"), (0.4, None, "null (check")])
 def test_averaging_cannot_begin_or_end_within_a_run(run_of, tiny, before, now, said):
     run_of({"average": before})
@@ -110,15 +95,3 @@ def test_averaging_cannot_begin_or_end_within_a_run(run_of, tiny, before, now, s
 def test_a_share_is_not_the_decay_of_other_programs(tiny, share):
     with pytest.raises(UserError, match="average="):
         tiny({"average": share})
-
-
-def test_a_plan_counts_the_average(tiny, run_of):
-    plain, averaged = (
-        plan(decode(PlanConfig, tiny({"average": share}).model_dump() | {"device": "cpu"})) for share in (None, 0.1)
-    )
-    weights = averaged["memory"]["weights"]
-    assert averaged["memory"]["optimizer"] - plain["memory"]["optimizer"] == weights
-    assert averaged["disk"]["checkpoint"] - plain["disk"]["checkpoint"] == weights
-    run_dir = run_of({"average": 0.1})
-    files = sum((newest(run_dir) / f"{name}.safetensors").stat().st_size for name in ("model", "optimizer"))
-    assert averaged["disk"]["checkpoint"] < files < averaged["disk"]["checkpoint"] + 20_000  # their headers

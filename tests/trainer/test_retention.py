@@ -8,11 +8,10 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from faults import LimitedFiles, SmallDisk, assert_same, is_whole, result, steps_of
+from faults import LimitedFiles, assert_same, is_whole, result, steps_of
 
 from common.settings import UserError
-from runtime.checkpoint import CheckpointConfig, checkpoint_path, open_checkpoint, retain
-from runtime.losses import Loss
+from runtime.checkpoint import CheckpointConfig, checkpoint_path, retain
 from trainer.loop import fit
 from trainer.records import Records
 
@@ -101,16 +100,10 @@ def results_with_room(config):
     return found
 
 
-@pytest.fixture(params=["small", 20_000, 50_000], ids=["small", "no_model", "no_optimizer"])
-def disk(request, memory):
-    """The disk of the run: a small one, or one where the model's, or the optimizer's file is too large."""
-    if request.param != "small":
-        yield LimitedFiles(request.param)
-        return
-    (memory / "run").mkdir()
-    disk = SmallDisk(memory / "run")
-    yield disk
-    disk.end()
+@pytest.fixture(params=[20_000, 50_000], ids=["no_model", "no_optimizer"])
+def disk(request):
+    """The disk of the run, where the model's, or the optimizer's file is too large."""
+    return LimitedFiles(request.param)
 
 
 def assert_whole(run_dir, steps):
@@ -130,7 +123,7 @@ POLICIES = {"stop": {}, "continue": {"on_error": "continue", "keep_last": 2}}
 
 def test_a_full_disk_stops_the_run_and_the_same_command_goes_on(expected, long, disk, before_step):
     config = long()
-    before_step(3, lambda: disk.fill(room=20_000))  # for config.json when it starts again
+    before_step(3, lambda: disk.fill())
     with contextlib.closing(disk):
         for _ in range(2):
             with pytest.raises(UserError, match=rf"after step 3 failed \(.*{disk.error}"):
@@ -168,15 +161,3 @@ def test_if_the_last_save_fails_the_run_has_not_ended_well(long):
     assert_whole(config.run_dir, [1, 2, 3, 4])
     fit(config)
     assert_same(config.run_dir, expected)
-
-
-def test_best_leads_to_a_checkpoint_if_the_best_one_could_not_be_written(long, monkeypatch, before_step):
-    config = long(on_error="continue", keep_last=2)
-    config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 1})})
-    left = iter([3.0, 2.0, 1.0, 4.0, 5.0, 6.0])
-    monkeypatch.setattr("trainer.loop.evaluate", lambda *_: Loss(nats=next(left), tokens=1, bytes=1))
-    with contextlib.closing(LimitedFiles(50_000)) as disk:
-        before_step(3, disk.fill)
-        before_step(4, disk.close)
-        fit(config)
-    assert open_checkpoint(config.run_dir / "checkpoints" / "best").state.step == 2

@@ -1,6 +1,5 @@
 """Verification finds every kind of damage in a dataset, and names the damaged file."""
 
-import errno
 import hashlib
 import json
 import random
@@ -59,7 +58,7 @@ def forge(dataset, file, change):
     edit(dataset / "manifest.json", new_sum)
 
 
-@pytest.mark.parametrize("ids_at_once", [None, 1, 7, 1023])
+@pytest.mark.parametrize("ids_at_once", [None, 7])
 def test_a_whole_dataset_has_no_problems(dataset, monkeypatch, ids_at_once):
     if ids_at_once is not None:
         monkeypatch.setattr(data.prepare.verify, "_IDS_AT_ONCE", ids_at_once)
@@ -107,32 +106,6 @@ def test_missing_and_truncated_files_are_named(dataset, file, change):
     assert problem(dataset).startswith(f"{dataset / file} ")
 
 
-def test_a_disk_that_fails_while_it_is_read(dataset, monkeypatch):
-    def failing(path, *_):
-        if path.name == "train-00001.idx":
-            raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(data.prepare.verify, "check_file", failing)
-    assert problem(dataset).startswith(
-        f"{dataset / 'train-00001.idx'} is damaged: it cannot be read (Input/output error)"
-    )
-
-
-@pytest.mark.parametrize("unit", ["tokens", "documents", "utf8_bytes"])
-def test_a_wrong_count_of_a_set(dataset, unit):
-    def change(raw):  # the sum of both stays, or the manifest would not even be read
-        raw["splits"]["train"]["sets"]["A"][unit] += 1
-        raw["splits"]["train"]["sets"]["B"][unit] -= 1
-
-    true = {name: counts.model_dump() for name, counts in read_manifest(dataset).splits["train"].sets.items()}
-    edit(dataset / "manifest.json", change)
-    for line, name, wrong in zip(verify(dataset), "AB", (1, -1), strict=True):
-        assert f"{dataset / 'manifest.json'} is damaged: set '{name}' of train has " in line
-        in_shards, stated = line.split(" in the shards, ")
-        assert f"{unit}={true[name][unit]}" in in_shards
-        assert f"{unit}={true[name][unit] + wrong}" in stated
-
-
 @pytest.mark.parametrize("unit", ["tokens", "documents"])
 def test_a_wrong_count_of_a_shard(dataset, unit):
     def change(raw):
@@ -143,20 +116,6 @@ def test_a_wrong_count_of_a_shard(dataset, unit):
     suffix = {"tokens": ".bin", "documents": ".idx"}[unit]
     found = verify(dataset)
     assert [line.split()[0] for line in found] == [str(dataset / f"train-0000{i}{suffix}") for i in (0, 1)]
-
-
-def test_a_set_that_is_not_in_the_shards_and_one_that_is_not_in_the_manifest(dataset):
-    def change(raw):
-        raw["set_names"].append("C")
-        sets = raw["splits"]["train"]["sets"]
-        sets["C"] = sets.pop("A")
-
-    edit(dataset / "manifest.json", change)
-    found = verify(dataset)
-    assert len(found) == 2
-    assert "set 'A' of train has" in found[0]
-    assert "None in the manifest" in found[0]
-    assert "set 'C' of train has tokens=0 documents=0 utf8_bytes=0 in the shards" in found[1]
 
 
 def test_ids_that_the_tokenizer_does_not_have(dataset):
@@ -182,23 +141,6 @@ def test_documents_that_do_not_end_or_are_cut(dataset):
     for file in ("train-00000.bin", "train-00001.bin"):
         where = rf"{file} is damaged: documents \d+ to \d+ do not end where its index says"
         assert any(re.search(where, line) for line in found)
-
-
-def test_another_tokenizer(dataset, make_dataset, rank_file):
-    other = make_dataset(tokenizer={"name": "gpt2", "path": str(rank_file)})
-    (dataset / "tokenizer.json").write_bytes((other / "tokenizer.json").read_bytes())
-    assert problem(dataset) == f"{dataset / 'tokenizer.json'} is not the tokenizer of manifest.json: " + (
-        "prepare the dataset again"
-    )
-
-
-@pytest.mark.parametrize("file", ["manifest.json", "tokenizer.json"])
-@pytest.mark.parametrize("content", [None, "", "[]", "{}"])
-def test_a_manifest_or_a_tokenizer_that_is_none(dataset, file, content):
-    (dataset / file).unlink()
-    if content is not None:
-        (dataset / file).write_text(content)
-    assert file in problem(dataset)
 
 
 def test_the_command(dataset, command):
