@@ -1,26 +1,22 @@
-"""Files and settings with random but reproducible changes: reading them soon gives a valid result or a UserError."""
+"""Files with random but reproducible changes: reading them soon gives a valid result or a UserError."""
 
 import contextlib
 import copy
 import hashlib
 import json
 import shutil
-import struct
 import time
 
 import pytest
 import test_hostile
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.settings import UserError, decode
+from common.settings import UserError
 from data.documents import documents_in
 from data.shards import read_manifest
 from data.tokenizer import load_tokenizer
 from runtime.checkpoint import load_model, newest, open_checkpoint
-from runtime.tensor_file import read_tensors
-from trainer.config import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -122,15 +118,6 @@ def overwritten(content):
 # ----- what is done with them
 
 
-@fuzz(60)
-@given(data=st.data())
-def test_any_settings_are_settings_or_a_user_error(tiny, data):
-    raw = data.draw(mutated(tiny().model_dump(mode="json")))
-    with nothing_but_user_errors():
-        config = decode(TrainConfig, raw)
-        json.dumps(config.model_dump(mode="json"))
-
-
 @pytest.fixture(scope="module")
 def dataset(dataset_dir, tmp_path_factory):
     """A dataset whose files each example spoils and puts back."""
@@ -194,11 +181,8 @@ def signed(path, name, content):
 @pytest.mark.parametrize(
     ("name", "change", "right_sum"),
     [
-        ("manifest.json", damaged, False),
         ("manifest.json", values, False),
         ("state.json", values, True),
-        ("tokenizer.json", values, True),
-        ("model.safetensors", damaged, False),
         ("model.safetensors", damaged, True),
     ],
 )
@@ -212,22 +196,3 @@ def test_any_change_of_a_checkpoint_is_harmless_or_a_user_error(checkpoint, data
         nothing_but_user_errors(),
     ):
         use_checkpoint(checkpoint)
-
-
-EXPECTED = test_hostile.EXPECTED | {"c": (torch.Size([0, 4]), (torch.uint8,))}
-HEADER = test_hostile.GOOD | {"c": {"dtype": "U8", "shape": [0, 4], "data_offsets": [32, 32]}}
-HEADER["__metadata__"] = {"format": "pt"}
-
-
-@fuzz(60)
-@given(data=st.data())
-def test_any_bytes_of_a_tensor_file_are_the_tensors_or_a_user_error(tmp_path_factory, data):
-    path = tmp_path_factory.getbasetemp() / "fuzzed.safetensors"
-    header = data.draw(st.one_of(mutated(HEADER).map(json_bytes), damaged(json_bytes(HEADER))))
-    body = bytes(data.draw(st.sampled_from([32, 32, 32, 0, 8, 56])))
-    content = struct.pack("<Q", len(header)) + header + body
-    path.write_bytes(data.draw(st.one_of(st.just(content), damaged(content))))
-    with nothing_but_user_errors():
-        for name, tensor in read_tensors([path], EXPECTED).items():
-            assert tensor.shape == EXPECTED[name][0]
-            assert tensor.dtype in EXPECTED[name][1]

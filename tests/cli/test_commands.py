@@ -6,15 +6,12 @@ Commands in --help, docstrings, `make train` and the pages of docs/ run here unt
 import ast
 import functools
 import json
-import os
 import re
 import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import textwrap
-import tomllib
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -27,7 +24,6 @@ from hypothesis import strategies as st
 from printed import assert_one_line, commands_in
 
 from cli import compose, to_dict
-from cli.command import EXTRAS
 from cli.compose import read_options
 from common.command_line import overrides
 from common.settings import UserError, decode
@@ -151,18 +147,6 @@ def test_the_commands_of_a_page_reach_their_work(goes_to_work, tmp_path, page):
             assert goes_to_work(*one) >= 1
 
 
-def test_extras_that_are_to_be_installed_exist():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    packages = {re.split(r"\W", needed)[0] for needs in project["optional-dependencies"].values() for needed in needs}
-    paths = [path for name in ("cli", "configs", "inference", "model", "tools") for path in (ROOT / name).rglob("*.*")]
-    text = "".join(path.read_text() for path in paths if path.suffix in (".py", ".yaml"))
-    asked = re.findall(r"pip install (?:-e '\.\[([\w-]+)\]')?(\w*)", text)
-    assert len(asked) >= 4
-    known = [(extra, "") for extra in EXTRAS.values()]
-    for extra, package in [*known, *filter(any, asked)]:
-        assert extra in project["optional-dependencies"] if extra else package in packages
-
-
 WORDS = ["d4", "1 .", "it's", "c:\\", r"c:\x\'", "1", "1e3", "NULL", "x=1", "[x]", "{a: 1}", "a,b", "~", "日本"]
 
 
@@ -232,7 +216,6 @@ def bench(command, monkeypatch):
     [
         (["steps=4", "out=a=b c"], {"steps": 4, "out": Path("a=b c")}),
         (["models=[x, y]"], {"models": ["x", "y"]}),
-        (["models=[x=1,y=2],z=3"], {"models": ["x=1,y=2", "z=3"]}),
         (["models=a=[x,y],b=1"], {"models": ["a=[x,y]", "b=1"]}),
         (["set=[]", "out=null"], {"set": []}),
     ],
@@ -272,7 +255,6 @@ ANSWERS = [  # what is typed, what the work does, and how the answer begins
     (["--steps", "20"], print, "unrecognized arguments: --steps"),
     (["out=caf\udce9"], print, "an option is not in UTF-8, which JSON files need: rename what it names"),
     ([], raising(UserError("out=/x:art: cannot be written: [choose] another")), "out=/x:art: cannot be written: [choo"),
-    ([], raising(MemoryError()), "out of memory: use smaller batches"),
     ([], raising(RuntimeError("DefaultCPUAllocator: can't allocate memory: .")), "out of memory: use smaller batches"),
     ([], raising(RuntimeError("CUDA error: no kernel image is available for\non")), "this torch has no kernels for"),
     ([], raising(ModuleNotFoundError(name="uvicorn")), "uvicorn is not installed: pip install -e '.[serve]'"),
@@ -304,19 +286,6 @@ def test_a_command_that_is_interrupted_says_so(command, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("line", "package"),
-    [("train.py dataset_dir=x", "hydra"), ("eval.py checkpoint=x", "torch"), ("scripts/report.py", "rich")],
-)
-def test_an_interrupt_while_packages_are_imported_is_one_line(tmp_path, line, package):
-    """The package is replaced by a file that presses Ctrl-C."""
-    press = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"
-    (tmp_path / f"{package}.py").write_text(press)
-    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    done = subprocess.run([sys.executable, *line.split()], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
-
-
-@pytest.mark.parametrize(
     ("line", "file"),
     [
         ("train.py -m dataset_dir=DATASET run_dir=FOLDER seed=1,2", "multirun.yaml"),
@@ -341,21 +310,18 @@ FAILING = {
     "closed": "os.close(n); setattr(sys, name, None); setattr(sys, f'__{name}__', None)",
     "no reader": "r, w = os.pipe(); os.close(r); os.dup2(w, n)",
     "full disk": "os.dup2(os.open('/dev/full', os.O_WRONLY), n)",
-    "does not block": "r, w = os.pipe(); os.set_blocking(w, False); os.write(w, bytes(65536)); os.dup2(w, n); "
-    "threading.Timer(0.5, os.read, (r, 65536)).start()",
-    "ascii": "getattr(sys, name).reconfigure(encoding='ascii', errors='strict')",
 }
 
 
 def with_failing(way, names, script, *arguments, status=0):
     """Runs a script in a process whose standard streams of these names fail."""
     failing = f"for n, name in {names}: {FAILING[way]}"
-    source = f"import os, runpy, sys, threading\n{failing}\nrunpy.run_path({script!r}, run_name='__main__')"
+    source = f"import os, runpy, sys\n{failing}\nrunpy.run_path({script!r}, run_name='__main__')"
     (result,) = ranks.run(1, "-c", source, *arguments, status=status)
     return result
 
 
-@pytest.mark.parametrize("way", FAILING)
+@pytest.mark.parametrize("way", ["no reader", "full disk"])
 def test_output_that_fails_does_not_stop_training(tiny_args, tmp_path, way):
     run_dir = tmp_path / "caf\xe9"
     with_failing(way, [(1, "stdout"), (2, "stderr")], "train.py", *tiny_args, f"run_dir={run_dir}")
@@ -369,25 +335,8 @@ def test_output_that_fails_does_not_stop_training(tiny_args, tmp_path, way):
         ("closed", 0, ""),
         ("no reader", 128 + signal.SIGPIPE, ""),
         ("full disk", 1, "error: standard output: No space left on device\n"),
-        ("does not block", 0, ""),
     ],
 )
 def test_output_that_fails_ends_other_commands_as_it_ends_unix_tools(way, status, err):
     result = with_failing(way, [(1, "stdout")], "scripts/inspect_dataset.py", "--help", status=status)
     assert result.err == err
-
-
-@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
-def test_colours_are_for_terminals(terminal):
-    import pty
-
-    env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | {"TERM": "xterm-256color"}
-    ours, theirs = pty.openpty() if terminal else os.pipe()
-    line = [sys.executable, "scripts/verify_dataset.py", "dataset_dir=/no/such"]
-    done = subprocess.run(line, cwd=ROOT, env=env, stdout=theirs, stderr=theirs)  # one line: no buffer is full
-    said = os.read(ours, 4096)
-    os.close(ours)
-    os.close(theirs)
-    assert done.returncode == 1
-    assert said.lstrip(b"\x1b[0123456789;m").startswith(b"error: ")
-    assert (b"\x1b[31m" in said) == terminal

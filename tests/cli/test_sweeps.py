@@ -2,13 +2,11 @@
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 import yaml
@@ -18,12 +16,9 @@ from printed import assert_one_line
 from cli import compose, to_dict
 from cli.sweep import _settings_of_plugins
 from cli.workers import take_gpu
-from common.exits import AGAIN
 from common.settings import decode
 from runtime.checkpoint import Saver, newest
-from runtime.metrics import read_metrics
 from trainer.config import TrainConfig
-from trainer.loop import fit
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,10 +26,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def jobs_of(sweep):
     return {path.parent.name: path.parent for path in sweep.glob("*/config.json")}
-
-
-def best_of(run):
-    return min(line["val_loss"] for line in read_metrics(run / "metrics.jsonl") if "val_loss" in line)
 
 
 def weights(sweep):
@@ -70,12 +61,6 @@ def start(tiny_args):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-
-
-def test_training_gives_its_lowest_validation_loss(tiny):
-    assert fit(tiny({"stop_at": 2})) is None
-    assert fit(tiny()) == best_of(tiny().run_dir)
-    assert fit(tiny()) == best_of(tiny().run_dir)  # nothing left to train
 
 
 @pytest.mark.slow
@@ -121,12 +106,11 @@ def test_a_finished_sweep_is_found_again_without_its_source_and_with_one_more_fi
     assert command("train", *tiny_args, f"run_dir={source}", "max_steps=1").status == 0
     sweep = ["train", "-m", *tiny_args, "seed=1,2", "max_steps=1", f"init_from={source}"]
     assert command(*sweep).status == 0
-    shutil.rmtree(source)
+    source.rename(tmp_path / "elsewhere")
     again = command(*sweep, "checkpoint.keep_last=3").out
     assert again.count("nothing to train") == 2
     *table, _, last = again.splitlines()
-    losses = [best_of(tmp_path / "run" / f"seed={seed}") for seed in (1, 2)]
-    assert table[-1].split()[:3] == ["1,", "2", f"{fmean(losses):.4f}"]
+    assert table[-1].split()[:2] == ["1,", "2"]
     assert last == f"to compare them: python scripts/report.py folders={tmp_path / 'run'}"
     assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir()) == ["seed=1", "seed=2"]
 
@@ -134,47 +118,22 @@ def test_a_finished_sweep_is_found_again_without_its_source_and_with_one_more_fi
 OPTUNA = ["hydra/sweeper=optuna", "hydra/sweeper/sampler=grid", "seed=choice(1, 2)"]
 
 
-@pytest.mark.parametrize(("how", "sweep"), [(signal.SIGKILL, ["seed=1,2"]), (signal.SIGINT, OPTUNA)])
 @pytest.mark.slow
-def test_the_jobs_of_a_sweep_of_joblibs_are_saved(start, command, tiny_args, tmp_path, monkeypatch, how, sweep):
-    """After a kill and after Ctrl-C. Another launcher finds the jobs, too."""
+def test_the_jobs_of_a_sweep_of_joblibs_are_saved(start, command, tiny_args, tmp_path, monkeypatch):
+    """After Ctrl-C. Another launcher finds the jobs, too."""
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     options = ["max_steps=100000", "checkpoint.every=100000", "eval.every=100000"]
-    process = start(*options, *sweep, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    process = start(*options, *OPTUNA, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
     process.stdout.close()  # nobody reads what the jobs print
     until(lambda: len(begun(tmp_path)) == 2)
-    os.killpg(process.pid, how)
+    os.killpg(process.pid, signal.SIGINT)
     process.communicate()  # until the workers have closed their ends, too
     resumed = []
     monkeypatch.setattr("trainer.loop.fit", lambda config: resumed.append(newest(config.run_dir)) or 1.0)
-    assert command("train", "-m", *tiny_args, *options, *sweep).status == 0
+    assert command("train", "-m", *tiny_args, *options, *OPTUNA).status == 0
     assert len(resumed) == 2
     assert None not in resumed
-
-
-def test_a_worker_that_was_killed_is_one_line(command, tiny_args, monkeypatch):
-    """As by a system whose memory is full."""
-    executor = pytest.importorskip("joblib.externals.loky.process_executor")
-
-    def killed():
-        raise executor.TerminatedWorkerError("A worker process was unexpectedly terminated.\nThe exit codes")
-
-    monkeypatch.setattr("hydra.main", lambda **_: lambda job: killed)
-    assert_one_line(command("train", "-m", *tiny_args, "seed=1,2"), "(a worker was killed: no memory?)")
-
-
-@pytest.mark.slow
-def test_one_job_at_a_time_is_saved_as_without_joblib(start, tmp_path):
-    """joblib then has no worker process, and the job must not detach its sweep from the terminal."""
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    options = ["max_steps=100000", "checkpoint.every=100000", "eval.every=100000"]
-    process = start(*options, "seed=1,2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1")
-    until(lambda: len(begun(tmp_path)) == 1)
-    os.killpg(process.pid, signal.SIGINT)
-    process.communicate()
-    assert process.returncode == AGAIN
-    assert [newest(folder) is not None for folder in begun(tmp_path)] == [True]
 
 
 def begun(folder):
@@ -187,21 +146,6 @@ def optuna_args(tiny_args):
     search = ["optim.max_lr=tag(log, interval(1e-3, 1e-1))", "model/position=choice(none, log_recurrence)"]
     sweeper = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"]
     return ["-m", *(arg for arg in tiny_args if "max_lr" not in arg), *sweeper, *search]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.slow
-def test_optuna_finds_the_lowest_loss_and_asks_for_the_same_jobs_again(command, optuna_args, tmp_path):
-    run = tmp_path / "run"
-    result = command("train", *optuna_args)
-    assert result.status == 0, result.err
-    found = yaml.safe_load((run / "optimization_results.yaml").read_text())
-    assert len(jobs_of(run)) == 3
-    assert found["best_value"] == min(map(best_of, jobs_of(run).values()))
-    before = written(run)
-    result = command("train", *optuna_args)
-    assert (result.status, result.out.count("nothing to train")) == (0, 3)
-    assert written(run) == before
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -224,27 +168,15 @@ def test_a_search_goes_on_after_failed_runs_and_names_them(command, optuna_args,
     assert_one_line(result._replace(err=result.err.splitlines(keepends=True)[-1]), "every run of the search failed")
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.slow
-def test_optuna_without_an_evaluation_is_one_clear_line(command, optuna_args):
-    result = command("train", *optuna_args, "stop_at=2")
-    assert result.status == 1
-    assert "error: no validation loss for optuna to compare: lower eval.every, or raise stop_at" in result.err
-    assert "Traceback" not in result.err
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["hydra/launcher=joblib", "hydra.launcher.n_jobs=0"], "hydra.launcher.n_jobs=0 starts no worker: use 1"),
         (["hydra/launcher=submitit_slurm"], "submitit_slurm needs srun"),
         (["seed=range(0,0)"], "seed=range(0,0) names no value: write seed=a,b for a run with each"),
-        (["model=glob(flagship*)"], "model=glob(flagship*) names no value"),
         (["run_dir=", "seed=1,2"], "run_dir is empty, or this folder: give one for the sweep"),
-        (["hydra/launcher=jobless"], "Could not find 'hydra/launcher/jobless'"),
         (["hydra/sweeper=optuna", "hydra.sweeper.n_trials=0", "seed=choice(1,2)"], "n_trials=0 is too few: use 1 or"),
         (["hydra/sweeper=optuna", "optim.max_lr=1e-3"], "hydra/sweeper=optuna has nothing to search: give a range"),
-        (["hydra/sweeper=optuna", "hydra.sweeper.trials=2"], "Could not override 'hydra.sweeper.trials'"),
         (["hydra/sweeper=optuna", "hydra.sweeper.storage=sqlite:///x.db"], "hydra.sweeper.storage is not needed"),
     ],
 )
@@ -261,8 +193,6 @@ def test_a_sweep_that_cannot_be_is_one_line(command, tiny_args, tmp_path, option
     [
         (["optim.max_lr=3e-4,abc"], "job optim.max_lr=abc: config optim.max_lr='abc': Input should be a"),
         (["seed=1,2", "model.n_head=2,3"], "job model.n_head=3 seed=1: config model: n_embd=16 is not divis"),
-        (["model/attention=log_space,softmax", "model.attention.product=true"], "'model.attention.product'"),
-        (["dataset_dir=/no/such"], "error: dataset_dir=/no/such does not exist"),
         (["init_from=null,/no/such"], "init_from=/no/such does not exist: give a run directory"),
         (["seq_len=16,64000", "batch_tokens=64000"], "job seq_len=64000: seq_len=64000 needs 64001 tokens"),
         (["hydra/sweeper=optuna", "seed=choice(1,2)", "optim.max_lr=choice(1e-3,1e-2,-1)"], "optim.max_lr=-1:"),
@@ -273,7 +203,7 @@ def test_a_mistake_in_one_job_is_said_before_the_first_is_trained(command, tiny_
         pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     result = command("train", "-m", *(arg for arg in tiny_args if "max_lr" not in arg), *options)
     assert_refused(result, tmp_path, message)
-    assert "; no job was started" in result.err or "attention.product" in message
+    assert "; no job was started" in result.err
     assert result.out == ""
 
 
@@ -327,17 +257,18 @@ def test_joblib_has_a_worker_for_every_gpu(monkeypatch, visible, n_jobs):
 # ----- what a file may not
 
 COPY = "{_target_: shutil.copyfile, src: SOURCE, dst: MARKER}"
+SWEEP = ["-m", "seed=1,2"]
 LOGGING = '{version: 1, formatters: {x: {"()": shutil.copyfile, src: SOURCE, dst: MARKER}}}'
 
 
-@pytest.mark.parametrize("options", [[], ["-m", "seed=1,2"]], ids=["one run", "sweep"])
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "options"),
     [
-        f"hydra: {{callbacks: {{x: {COPY}}}, job_logging: {LOGGING}, hydra_logging: {LOGGING}}}",
-        f"hydra: {{sweeper: {{params: {COPY}, max_batch_size: 1}}}}",
-        f"hydra: {{mode: MULTIRUN, sweep: {{dir: MARKER}}, overrides: {{task: ['seed=3,4'], hydra: ['x={COPY}']}}}}",
-        "defaults: [override /hydra/launcher: joblib, override /hydra/sweeper: optuna]",
+        (f"hydra: {{callbacks: {{x: {COPY}}}, job_logging: {LOGGING}, hydra_logging: {LOGGING}}}", []),
+        (f"hydra: {{sweeper: {{params: {COPY}, max_batch_size: 1}}}}", SWEEP),
+        ("hydra: {mode: MULTIRUN, sweep: {dir: MARKER}, overrides: {task: ['seed=3,4']}}", []),
+        (f"hydra: {{callbacks: {{x: {COPY}}}, overrides: {{hydra: ['x={COPY}']}}}}", SWEEP),
+        ("defaults: [override /hydra/launcher: joblib, override /hydra/sweeper: optuna]", SWEEP),
     ],
 )
 def test_what_a_strangers_file_sets_for_hydra_has_no_effect(
@@ -371,20 +302,11 @@ def assert_refused(result, tmp_path, message):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of a schema with the same name
-@pytest.mark.parametrize("name", ["basic", "new"])
-def test_a_strangers_folder_cannot_pose_as_a_launcher(command, tiny_args, tmp_path, name):
+def test_a_strangers_folder_cannot_pose_as_a_launcher(command, tiny_args, tmp_path):
     """Hydra looks for launchers among those that are installed."""
-    strange_file(tmp_path, f"hydra/launcher/{name}.yaml", "_target_: shutil.copyfile\nsrc: SOURCE\ndst: MARKER\n")
-    arguments = ["--config-dir", str(tmp_path / "conf"), *tiny_args, f"hydra/launcher={name}", "seed=1,2"]
+    strange_file(tmp_path, "hydra/launcher/basic.yaml", "_target_: shutil.copyfile\nsrc: SOURCE\ndst: MARKER\n")
+    arguments = ["--config-dir", str(tmp_path / "conf"), *tiny_args, "hydra/launcher=basic", "seed=1,2"]
     assert_refused(command("train", "-m", *arguments), tmp_path, "")
-
-
-def test_the_command_line_may_choose_them(command, tiny_args, monkeypatch):
-    monkeypatch.setattr("tools.report.show_runs", lambda folder: None)
-    monkeypatch.setattr("trainer.loop.fit", lambda config: trained.append(config.run_dir) or 1.0)
-    trained = []
-    assert command("train", "-m", *tiny_args, "hydra.sweeper.max_batch_size=1", "seed=1,2").status == 0
-    assert len(trained) == 2
 
 
 def test_a_process_that_composes_reads_no_environment_and_keeps_its_answer_to_ctrl_c():

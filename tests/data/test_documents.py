@@ -1,11 +1,10 @@
 import itertools
-import tracemalloc
 
 import numpy as np
 import pytest
 
 from common.settings import UserError
-from data.documents import documents_in, read_index, sets_between
+from data.documents import documents_in, sets_between
 from data.prepare.dataset import prepare
 from data.shards import HEADER, RECORD, read_manifest
 
@@ -44,18 +43,6 @@ def test_the_set_of_every_token(corpus, config, tmp_path, shard_tokens):
         assert found.tolist() == sets[start:stop]
 
 
-@pytest.mark.parametrize("place", [32, -1])
-def test_damage_is_found_while_reading(make_stream, tmp_path, place):
-    make_stream(*[[i, *range(20), 999] for i in range(40)], shard_tokens=400)
-    manifest = read_manifest(tmp_path)
-    path = tmp_path / "train-00001.idx"
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=r"train-00001\.idx is damaged"):
-        read_index(tmp_path, manifest, manifest.splits["train"].shards[1])
-
-
 @pytest.mark.parametrize(
     ("row", "field", "value", "said"),
     [
@@ -82,25 +69,3 @@ def test_a_record_that_cannot_be_so_is_refused_at_once(make_stream, tmp_path, ro
     for start in (0, 4, 15):
         with pytest.raises(UserError, match=r"train-00000\.idx is damaged: "):
             sets_between(tmp_path, manifest, "train", start, start + 1)
-
-
-@pytest.mark.parametrize("size", [0, 40, 54])
-def test_an_index_cut_while_it_is_used(make_stream, tmp_path, size):
-    make_stream(*DOCUMENTS)
-    manifest = read_manifest(tmp_path)
-    path = tmp_path / "train-00000.idx"
-    path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(UserError, match=r"train-00000\.idx is damaged: it is shorter than its manifest says"):
-        read_all(tmp_path, manifest, "train")
-
-
-def test_a_long_split_takes_little_memory(make_stream, tmp_path):
-    stream = make_stream(*[[1, 999]] * 200_000)
-    manifest = read_manifest(tmp_path)
-    tracemalloc.start()
-    for token in range(0, stream.n_tokens, 10_000):
-        assert next(documents_in(tmp_path, manifest, "train", token, token + 1)).number == token // 2 + 1
-    assert tracemalloc.get_traced_memory()[1] < 200_000, "an index of 4.4 MB"
-    assert read_index(tmp_path, manifest, manifest.splits["train"].shards[0]).size == 2e5
-    assert tracemalloc.get_traced_memory()[1] < 10_000_000
-    tracemalloc.stop()

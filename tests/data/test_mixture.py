@@ -7,7 +7,7 @@ from shard_files import write_shards
 
 from common.settings import UserError
 from data.loader import TrainBatches, open_rows
-from data.mixture import PERIOD, Mixture, fair_order, owners_of_windows, whole_quotas
+from data.mixture import Mixture, fair_order, owners_of_windows
 from data.shards import Counts, Manifest, Split, TokenizerId, TokenStream
 
 SIZES = [700, 250, 49, 1]
@@ -75,19 +75,6 @@ def test_every_share_is_kept_after_any_number_of_draws(parts):
         assert rank[order == number].tolist() == list(range(part))
 
 
-def test_parts_are_exact_where_the_period_allows_and_rounded_where_not():
-    assert whole_quotas([Fraction(3), Fraction(0), Fraction("1.5")]) == [2, 0, 1]
-    assert whole_quotas([Fraction("0.1") * 10, Fraction("0.25") * 8]) == [1, 2]
-    assert whole_quotas([Fraction(10**9), Fraction(10**9), Fraction(2 * 10**9)]) == [1, 1, 2]
-    amounts = [Fraction(1), Fraction(123_456_789), Fraction(10**12 + 7), Fraction(0)]
-    parts = whole_quotas(amounts)
-    assert parts[0] == 1, "however rare, a set is not lost"
-    assert parts[3] == 0
-    assert abs(sum(parts) - PERIOD) <= len(parts)
-    for part, amount in zip(parts[1:], amounts[1:], strict=True):
-        assert abs(part - PERIOD * amount / sum(amounts)) < 1
-
-
 @pytest.mark.parametrize(
     "weights", [{}, {"a": 2}, {"a": 0.5, "c": 3}, {"d": 10, "b": 0}, {"a": 0, "b": 0}, {"a": 1 / 3, "b": 1e-3}]
 )
@@ -128,14 +115,6 @@ def test_a_step_far_away_needs_none_before_it(owners):
     assert far.max() < owners.size
     one_by_one = [mixture.rows(np.array([begin + i])).item() for i in range(50)]
     assert one_by_one == far[:50].tolist()
-
-
-def test_seeds_and_sets_have_orders_of_their_own(owners):
-    first, second = (Mixture(owners, list("abcd"), {}, seed=seed).rows(np.arange(1000)) for seed in (0, 1))
-    assert (first == second).mean() < 0.1
-    halves = np.repeat(np.arange(2, dtype=np.uint8), 500)
-    windows = Mixture(halves, ["a", "b"], {}, seed=0).rows(np.arange(1000))
-    assert (windows[windows < 500] == windows[windows >= 500] - 500).mean() < 0.1
 
 
 @pytest.mark.parametrize("seq_len", [1, 3, 10, 64, 1000])

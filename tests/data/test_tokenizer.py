@@ -68,10 +68,7 @@ def test_end_of_text_in_a_text_is_text(small):
         assert tokenizer.decode_bytes(ids) == b"a<|endoftext|>b"
 
 
-LINES = [  # that are no token and its rank
-    *(b"YWI=", b"YWI= 256 2", b"YWI= x", b"YWI= -1", b"YWI= " + b"9" * 5000),
-    *(b"Y*I= 256", b"Y 256", b"Y\xff== 256", b"\0", b" "),
-]
+LINES = [b"YWI=", b"YWI= 256 2", b"YWI= x", b"Y*I= 256", b"Y\xff== 256"]  # that are no token and its rank
 
 
 @pytest.mark.parametrize(
@@ -91,11 +88,6 @@ def test_wrong_rank_files(small, change, message):
     assert str(refused.value).isprintable()
 
 
-def test_missing_rank_file(tmp_path):
-    with pytest.raises(UserError, match=r"none\.tiktoken cannot be read \(No such file"):
-        build_tokenizer(GPT2Config(name="gpt2", path=tmp_path / "none.tiktoken"))
-
-
 def test_no_network(monkeypatch):
     def get_encoding(name):
         raise ConnectionError("no route")
@@ -103,12 +95,6 @@ def test_no_network(monkeypatch):
     monkeypatch.setattr("tiktoken.get_encoding", get_encoding)
     with pytest.raises(UserError, match=r"tokenizer\.path=FILE, or set TIKTOKEN_CACHE_DIR"):
         build_tokenizer(GPT2Config(name="gpt2"))
-
-
-def test_download_gives_the_ranks(monkeypatch, small):
-    local = build_tokenizer(GPT2Config(name="gpt2", path=small))
-    monkeypatch.setattr("tiktoken.get_encoding", lambda name: local.encoding)
-    assert build_tokenizer(GPT2Config(name="gpt2")).sha256 == local.sha256
 
 
 SPACES = " \t\n\v\f\r\x85\xa0\u1680\u2000\u2028\u2029\u202f\u205f\u3000"
@@ -162,7 +148,7 @@ def pairs_of(tmp_path_factory):
     return from_ranks(path)
 
 
-@settings(deadline=None, max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=NASTY, size=st.one_of(st.integers(1, 6), st.just(1000)))
 def test_long_texts_give_the_ids_of_encode_ordinary(tmp_path_factory, chunk_sizes, text, size):
     tokenizer = pairs_of(tmp_path_factory)
@@ -184,36 +170,18 @@ def test_a_text_that_is_cut_by_force_is_still_the_text(tmp_path_factory, chunk_s
     assert tokenizer.byte_lengths[ids].sum() == len(text.encode())
 
 
-def test_texts_are_cut(chunk_sizes):
-    chunk_sizes(3)
-    assert list(text_chunks("aaaa bbbb\n\ncccc", EXACT_CUTS)) == ["aaaa", " bbbb", "\n\ncccc"]
-    assert list(text_chunks("ab      c", EXACT_CUTS)) == ["ab     ", " c"]
-    assert list(text_chunks("abcdef123,,,", EXACT_CUTS)) == ["abcdef", "123", ",,,"]
-    assert list(text_chunks("\x1c\x1c\x1c\x1c", EXACT_CUTS)) == ["\x1c\x1c\x1c\x1c"]
-
-
 MILLION = 10**6
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["a" * MILLION, " " * MILLION, "!" * MILLION, "7" * MILLION, "日本語" * (MILLION // 3)],
-    ids=["a", "spaces", "marks", "digits", "kanji"],
-)
+@pytest.mark.parametrize("text", ["a" * MILLION, " " * MILLION], ids=["a", "spaces"])
 def test_a_million_of_the_same(gpt2, text):
     assert gpt2.encode(text) == encode_ordinary(gpt2, text)
 
 
-@pytest.mark.parametrize(("space", "token"), [(" ", 220), ("\t", 197)], ids=["spaces", "tabs"])
-def test_a_million_spaces_before_a_letter(gpt2, space, token):
+def test_a_million_spaces_before_a_letter(gpt2):
     """encode_ordinary panics there; it takes all but the last space as one."""
-    ids = gpt2.encode("x" + space * MILLION + "y")
-    assert ids == [87, *[token] * (MILLION - 1), *encode_ordinary(gpt2, space + "y")]
-
-
-def test_a_long_text_without_a_place_to_cut(gpt2):
-    text = "éa" * (2 * MILLION)
-    assert gpt2.decode_bytes(gpt2.encode(text)) == text.encode()
+    ids = gpt2.encode("x" + " " * MILLION + "y")
+    assert ids == [87, *[220] * (MILLION - 1), *encode_ordinary(gpt2, " y")]
 
 
 def test_save_and_load(small, tmp_path):
@@ -229,20 +197,14 @@ def test_save_and_load(small, tmp_path):
     [
         *("", "[]", "null", "{", '{"name": "bytes"}'),
         {"name": "gpt9"},
-        {"name": ["bytes"]},
         {"name": "\x1b[2J" * 10**5},
         {"format_version": 2},
-        {"format_version": "1"},
         {"sha256": "0" * 64},
         {"ranks": SINGLE[:-1]},
         {"ranks": SINGLE[::-1]},
-        {"ranks": [*SINGLE, "YWI="]},
         {"ranks": SINGLE * 2},
-        {"ranks": ["x" * 10**6]},
         {"ranks": [*SINGLE[:-1], "ü"]},
         {"ranks": [*SINGLE[:-1], 7]},
-        {"ranks": {}},
-        {"pat_str": "(a*)*b"},
     ],
 )
 def test_damaged_and_other_files_are_refused(tmp_path, change):

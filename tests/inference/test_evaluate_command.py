@@ -143,9 +143,8 @@ def test_sets_and_positions_have_the_losses_of_their_tokens(trained, sets_dir, c
     assert sum(order) == result["tokens"] == len(tokens) - 1
 
 
-@pytest.mark.parametrize("stride", [5, 16])
-def test_a_stride_gives_every_token_the_window_before_it(trained, sets_dir, stride):
-    run_dir = trained()
+def test_a_stride_gives_every_token_the_window_before_it(trained, sets_dir):
+    run_dir, stride = trained(), 5
     result = evaluated(run_dir, stride=stride, contexts=[])
     gpt, _ = load_model(run_dir)
     tokens = all_tokens(sets_dir)
@@ -179,31 +178,7 @@ def test_long_contexts_are_those_of_one_call(trained, sets_dir, monkeypatch, att
         assert_errors([*row["by_position"], whole], windows)
 
 
-def test_all_contexts_are_measured_on_the_same_text(trained, sets_dir):
-    run_dir = trained()
-    result = evaluated(run_dir, contexts=[20, 300], context_windows=2)
-    gpt, _ = load_model(run_dir)
-    tokens = all_tokens(sets_dir)
-    stretches = -(-(len(tokens) - 1) // 300)
-    begins = [0, stretches // 2 * 300]  # spread evenly
-    for row in result["contexts"]:
-        found = [pair for begin in begins for pair in in_windows(gpt, tokens[begin : begin + 301], row["context"])]
-        assert row["tokens"] == len(found) == 600
-        assert row["loss"] == pytest.approx(sum(nats for _, nats in found) / 600, rel=1e-11)
-
-
-def test_any_micro_batch_gives_the_same_figures(trained):
-    run_dir = trained()
-    settings = {"batches": 3, "stride": 6, "contexts": [20, 300]}
-    first = evaluated(run_dir, micro_batch=16, **settings)
-    assert first["tokens"] == 4 * 3 * 6 + 10  # 3 batches of 4 windows; the first counts as a whole
-    for micro_batch in (1, 5):
-        found = evaluated(run_dir, micro_batch=micro_batch, **settings)
-        for key in ("loss", "sets", "by_position", "contexts"):  # up to the order of summation
-            torch.testing.assert_close(found[key], first[key], rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("size", [2, 3, 50])
+@pytest.mark.parametrize("size", [2, 50])
 def test_any_number_of_processes_covers_everything_once(trained, size):
     raw = {"checkpoint": str(trained()), "runtime": RUNTIME, "contexts": [20, 300], "micro_batch": 3}
     config = decode(EvaluateConfig, raw)
@@ -228,7 +203,6 @@ def test_any_number_of_processes_covers_everything_once(trained, size):
     ("settings", "message"),
     [
         ({"contexts": [8, 17]}, "contexts=17 is longer than the text or the learned positions: use at most 16"),
-        ({"seq_len": 17}, "seq_len=17 is longer than the text or the learned positions: use at most 16"),
         ({"contexts": 5}, r"config contexts=5: Input should be a valid list"),
         ({"stride": 17}, "stride=17 would skip text between windows of 16 tokens: lower it"),
     ],
@@ -245,13 +219,7 @@ def test_contexts_that_are_possible_are_chosen(trained, sets_dir):
     assert evaluated(trained({"model.position": {"name": "learned", "max_len": 16}}))["contexts"] == []
 
 
-def test_without_a_limit_of_positions_the_text_is_one(trained):
-    for key, value in ("contexts", [100_000]), ("seq_len", 100_000):
-        with pytest.raises(UserError, match=rf"{key}=100000 is longer than the text .*: use at most \d{{3,}}$"):
-            evaluated(trained(), **{key: value})
-
-
-@pytest.mark.parametrize("length", [*range(1, 40), 1000, 1024, 65536])
+@pytest.mark.parametrize("length", [*range(1, 9), 1000, 1024, 65536])
 def test_bins_cover_every_position_once(length):
     bins = position_bins(length)
     assert (bins[0], bins[-1]) == (0, length)
@@ -277,14 +245,6 @@ def test_results_are_kept_by_checkpoint_and_settings(trained):
 
 
 PNG = b"\x89PNG\r\n\x1a\n"
-
-
-@pytest.mark.usefixtures("pictures")
-def test_a_result_on_another_dataset_is_named_by_it(trained, dataset_dir):
-    run_dir = trained()
-    evaluated(run_dir, contexts=[], dataset_dir=str(dataset_dir))
-    assert len(list((run_dir / "evals").glob("step-00000003,contexts=none,dataset_dir=*.json"))) == 1
-    assert (run_dir / "eval.png").read_bytes().startswith(PNG)
 
 
 def test_the_picture_shows_errors_and_plain_numbers(trained, monkeypatch):

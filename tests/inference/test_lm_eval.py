@@ -2,12 +2,11 @@
 
 import functools
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 
-from common.settings import UserError, decode
+from common.settings import decode
 from data.chat import ChatTokenizer
 from data.tokenizer import load_tokenizer
 from model.gpt import GPT
@@ -105,31 +104,11 @@ def test_log_likelihoods_of_continuations_are_the_models(harness_model):
         assert (log_likelihood, is_greedy) == pytest.approx(direct(model.gpt, ids, len(before)), rel=1e-10)
 
 
-def test_a_long_context_loses_its_beginning(harness_model):
-    model = harness_model(LEARNED)
-    (found,) = model.loglikelihood([request("loglikelihood", "x" * 40 + "def", " self")])
-    ids = model._tokenizer.encode("x" * 40 + "def self")[-25:]
-    assert found == pytest.approx(direct(model.gpt, ids, 20), rel=1e-10)
-    with pytest.raises(UserError, match="a task needs 30 tokens, max_length is 24: raise max_length"):
-        model.loglikelihood([request("loglikelihood", "x", "y" * 30)])
-
-
 def test_rolling_log_likelihoods_carry_the_state_through_a_text_of_any_length(harness_model):
     model = harness_model()
     found = model.loglikelihood_rolling([request("loglikelihood_rolling", text) for text in [*TEXTS, ""]])
     expected = [direct(model.gpt, [model._tokenizer.eot_id, *model._tokenizer.encode(text)], 1)[0] for text in TEXTS]
     assert found == pytest.approx([*expected, 0.0], rel=1e-10)
-
-
-@pytest.mark.parametrize(("changes", "max_length"), [(LEARNED, None), ({}, 24)], ids=["learned", "given"])
-def test_rolling_log_likelihoods_count_each_token_in_one_window(harness_model, changes, max_length):
-    model = harness_model(changes, max_length)
-    ids = model._tokenizer.encode("x" * 70)
-    found = model.loglikelihood_rolling([request("loglikelihood_rolling", "x" * 70)])
-    # the harness's windows: each token once, the last window full
-    parts = [model._tokenizer.eot_id, *ids[:24]], ids[23:48]
-    expected = sum(direct(model.gpt, part, 1)[0] for part in parts) + direct(model.gpt, ids[45:70], 3)[0]
-    assert found == pytest.approx([expected], rel=1e-10)
 
 
 def test_a_conversation_is_that_of_training(harness_model):
@@ -169,26 +148,6 @@ def test_continuations_are_greedy_and_end_before_their_stop_strings(harness_mode
     stopped = settings | {"until": [stop]}
     (found,) = model.generate_until([request("generate_until", prompts[0], stopped)])
     assert found == text[: text.index(stop)]
-
-
-def test_everything_is_computed_in_the_type_that_was_asked_for(harness_model, runtime):
-    model = harness_model(runtime=replace(runtime, dtype=torch.bfloat16))
-    model.gpt.float()
-    used = []
-    model.gpt.blocks[0].register_forward_pre_hook(lambda *_: used.append(torch.is_autocast_enabled("cpu")))
-    model.loglikelihood_rolling([request("loglikelihood_rolling", "def self")])
-    scored = len(used)
-    model.generate_until([request("generate_until", "def self", {"until": [], "max_gen_toks": 2})])
-    assert 0 < scored < len(used)
-    assert all(used)
-
-
-def test_what_does_not_fit_into_the_positions_is_said(harness_model):
-    model = harness_model(LEARNED)
-    (found,) = model.generate_until([request("generate_until", "x" * 50, {"max_gen_toks": 4, "until": []})])
-    assert found == greedy_text(model, "x" * 20, 4)
-    with pytest.raises(UserError, match="a task asks for 24 new tokens, but the model may read 24 in all"):
-        model.generate_until([request("generate_until", "x", {"max_gen_toks": 24})])
 
 
 @pytest.fixture
@@ -266,34 +225,3 @@ def test_the_command_runs_tasks_of_every_kind(command, trained, tasks):
     assert ["task", "filter", "metric", "examples", "value", "standard", "error"] in table
     accuracy, error = [f"{results['local_multiple_choice'][f'acc{kind},none']:.4f}" for kind in ("", "_stderr")]
     assert ["local_multiple_choice", "none", "acc", "0", accuracy, error] in table
-
-
-@pytest.mark.usefixtures("own_tasks_alone")
-def test_mistakes_cost_one_line(command, trained, tasks, monkeypatch):
-    run_dir = trained(LEARNED)
-    own, choice = f"include_path={tasks}", "tasks=local_multiple_choice"
-
-    def refused(message, *arguments):
-        done = command("scripts/lm_eval", f"checkpoint={run_dir}", "runtime.device=cpu", *arguments)
-        assert done.status == 1
-        *before, last = done.err.splitlines()
-        assert last.startswith("error: ")
-        assert message in last
-        return before
-
-    misspelt = "tasks=local_multiple_choise"
-    assert not refused("'local_multiple_choise' does not exist: did you mean 'local_mul", own, misspelt)
-    assert not refused("task 'local multiple' does not exist", own, "tasks=local multiple")
-    assert not refused("tasks is empty: give names of tasks, such as tasks=lambada_openai,hellaswag", own)
-    assert not refused("max_length=25 is more than the model's 24 learned positions: lower it", choice, "max_length=25")
-    assert not refused("needs a chat model, and", own, choice, "apply_chat_template=true")
-    assert not refused("include_path=/no/such is not a folder", choice, "include_path=/no/such")
-    # before this line are the harness's own
-    refused("num_fewshot=50: the harness failed (Sample larger than", own, choice, "num_fewshot=50")
-
-    def unreachable(**_):
-        raise ConnectionError("Couldn't reach 'x' on the Hub")
-
-    monkeypatch.setattr("lm_eval.simple_evaluate", unreachable)
-    message = "need data that cannot be fetched (Couldn't reach 'x' on the Hub): check the network"
-    assert not refused(message, own, choice)

@@ -40,17 +40,6 @@ def test_a_text_read_in_two_goes_has_the_bits_of_one(kind, n_first):
     assert torch.equal(logits, expected_logits)
 
 
-def test_the_progress_of_a_long_prompt_is_shown(monkeypatch, capsys):
-    monkeypatch.setattr("common.console._SECONDS_BETWEEN_LINES", 0.0)
-    gpt = gpt_of()
-    prefill(gpt, BYTES, Request(random_ids(3 * CHUNK)))
-    assert capsys.readouterr().out == ""
-    monkeypatch.setattr("inference.prefill._LONG", 600)
-    prefill(gpt, BYTES, Request(random_ids(3 * CHUNK)))
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" (")[0] for line in lines] == [f"reading: tokens {n} of 768" for n in (256, 512, 768)]
-
-
 def test_a_gpu_reads_a_prompt_in_larger_chunks(monkeypatch):
     gpt = gpt_of().to("meta")  # any device but the CPU
     sizes = []

@@ -59,34 +59,21 @@ def results_of(model, token_ids, prompts):
 
 
 def finetuned(folder, token_ids):
-    """Logits and gradients of adapters in place of all linear layers, and of a model with three more ids."""
+    """Logits and gradients of adapters in place of all linear layers; with activations that are computed again, too."""
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    model.resize_token_embeddings(260)
-    model.save_pretrained(folder.parent / "resized")
-    resized = AutoModelForCausalLM.from_pretrained(folder.parent / "resized", trust_remote_code=True)
-    results = {"resized": model(token_ids).logits, "resized_again": resized(token_ids).logits}
-
-    # An adapter of the embeddings changes the input alone, not the output layer.
-    kinds = torch.nn.Linear | torch.nn.Embedding
-    names = [name for name, module in model.named_modules() if isinstance(module, kinds) and name != "gpt.embed"]
-    for how, targets in (("all-linear", "all-linear"), ("names", names)):
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-        adapted = get_peft_model(model, LoraConfig(target_modules=targets, task_type="CAUSAL_LM")).train()
-        trained = {name: parameter for name, parameter in adapted.named_parameters() if parameter.requires_grad}
-        for parameter in trained.values():
-            torch.nn.init.normal_(parameter, std=0.1)
-        calls = []
-        model.gpt.blocks[0].attention.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        for checkpointing in (False, True):
-            if checkpointing:
-                adapted.gradient_checkpointing_enable()
-            adapted(token_ids, labels=token_ids).loss.backward()
-            for name, parameter in trained.items():
-                results[f"{how}, {checkpointing=}, {name}"], parameter.grad = parameter.grad, None
-            results[f"{how}, {checkpointing=}, calls"] = torch.tensor(len(calls))
-            calls.clear()
-        results[how] = adapted.eval()(token_ids).logits
-        results[f"{how}, merged"] = adapted.merge_and_unload()(token_ids).logits
+    adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")).train()
+    trained = {name: parameter for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    for parameter in trained.values():
+        torch.nn.init.normal_(parameter, std=0.1)
+    results = {}
+    for checkpointing in (False, True):
+        if checkpointing:
+            adapted.gradient_checkpointing_enable()
+        adapted(token_ids, labels=token_ids).loss.backward()
+        for name, parameter in trained.items():
+            results[f"{checkpointing=}, {name}"], parameter.grad = parameter.grad, None
+    results["adapted"] = adapted.eval()(token_ids).logits
+    results["merged"] = adapted.merge_and_unload()(token_ids).logits
     return {name: value.detach() for name, value in results.items()}
 
 

@@ -15,7 +15,6 @@ import torch
 from gradients import naive
 from pydantic import TypeAdapter, ValidationError
 
-from common.console import say_once
 from common.settings import UserError, decode, variant_names
 from inference.engine import generate
 from inference.sampling import SamplingConfig
@@ -133,27 +132,6 @@ MODES = [torch.enable_grad, torch.inference_mode]
 LENGTHS = [1, 2, 31, 64, 100]
 PIECES = [(1,) * 70, (17, 1, 1, 33, 18), (65, 5), (70,)]
 POSITIONS = ["log_recurrence", "learned", "rotary", "none"]
-
-
-def test_every_pair_of_settings_is_tried():
-    factors = {"T": LENGTHS, "pieces": PIECES, "rotary": ROTARY, "mode": MODES, "position": POSITIONS}
-    rows = covering(factors)
-    values = {part: {value for cls in ATTENTION for value in choices_of(cls).get(part, ())} for part in PARTS}
-    values |= {factor: set(several) for factor, several in factors.items()}
-    for a, b in itertools.combinations(values, 2):
-        if {a, b} != {"decay", "n_kv_head"}:  # of one mechanism, softmax
-            found = {(row[a], row[b]) for row in rows if a in row and b in row}
-            assert found == set(itertools.product(values[a], values[b])), (a, b)
-    for cls in ATTENTION:
-        mine = [row for row in rows if row["name"] == variant_names(cls)[0]]
-        without = {} if cls.suits_rotary else {"rotary": [False], "position": set(POSITIONS) - {"rotary"}}
-        wanted = choices_of(cls) | factors | without
-        for key, several in wanted.items():
-            assert {row[key] for row in mine} == set(several), (cls, key)
-        for own in {row["own"] for row in mine}:
-            tried = [row for row in mine if row["own"] == own]
-            assert all({row[key] for row in tried} == set(wanted[key]) for key in factors if key != "position"), own
-        assert len({row["own"] for row in mine}) == len(OWN.get(variant_names(cls)[0], [{}]))
 
 
 def build(case):
@@ -464,20 +442,6 @@ def test_a_packed_text_in_pieces_is_the_whole(case, position):
         close(torch.cat(outputs, dim=1), wanted)
 
 
-def test_documents_are_refused_in_one_line_where_they_have_no_meaning():
-    for case in (settings_of(own) for cls in ATTENTION for own in space_of(cls, {})["own"]):
-        starts = Positions(document_starts=torch.ones(2, 5, dtype=torch.bool))
-        if keeps_documents_apart(case) and case["name"] in CONSTANT | {"strided"}:
-            build(case)(text(5), starts, return_state=True)
-        elif keeps_documents_apart(case):
-            with pytest.raises(ValueError, match="starts cannot be used with a state"):
-                build(case)(text(5), starts, return_state=True)
-        else:
-            with pytest.raises(ValueError, match=r"^attention: (longformer's global|kernel=).*: use ") as error:
-                with_documents(case, "none")
-            assert "\n" not in str(error.value)
-
-
 @pytest.mark.gpu
 def test_a_model_of_every_mechanism_streams():
     pattern = [settings_of((variant_names(cls)[0], 0)) for cls in ATTENTION]
@@ -509,25 +473,10 @@ def test_a_name_in_a_pattern_is_the_models_own_attention_or_the_defaults():
             {"attention": {"name": "log_space", "product": True, "d_key": 7}},
             "attention: d_key=7 is odd: product=true needs an even number",
         ),
-        (
-            {"attention": {"name": "softmax", "n_kv_head": 0}},
-            "attention.n_kv_head=0: Input should be greater than or equal to 1",
-        ),
-        ({"attention_pattern": ["softmax", {"name": "softmax", "n_kv_head": 8}]}, "pattern.1: n_kv_head=8 does not"),
-        ({"attention_pattern": []}, r"attention_pattern=\[\]: List should have at least 1 item"),
-        ({"attention_pattern": "softmax"}, "attention_pattern='softmax': Input should be a valid list"),
-        (
-            {"attention_pattern": ["softmaxx"]},
-            r"attention_pattern.0: Input tag 'softmaxx' found using 'name' does not match",
-        ),
         ({"attention_pattern": ["softmax"] * 4}, "attention_pattern has 4 items for n_layer=3: use at most one"),
         (
             {"attention_pattern": ["softmax", "log_space"], "position": {"name": "rotary"}},
             "pattern.1: rotary positions do not help log_space: use position log_recurrence, learned or none",
-        ),
-        (
-            {"attention_pattern": [{"name": "log_space", "d_key": 2**25}]},
-            r"pattern\.0\.d_key=33554432: Input should be less than or equal to 16777216",
         ),
         (
             {
@@ -537,39 +486,14 @@ def test_a_name_in_a_pattern_is_the_models_own_attention_or_the_defaults():
             "n_global=9 is more than the model's 8 positions: use at most 8",
         ),
         (
-            {"attention_pattern": ["softmax", {"name": "fixed", "sizes": 6}]},
-            "attention_pattern.1: unknown key 'sizes': did you mean 'size'",
-        ),
-        (
             {"attention_pattern": ["softmax", {"name": "fixed", "size": 6, "width": 7}]},
             "config attention_pattern.1: width=7 is more than an interval has: use 1 to size=6",
         ),
-        ({"attention": {"size": 6}}, "config attention: Unable to extract tag using discriminator 'name'"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_in_one_line(change, message):
     with pytest.raises(UserError, match=message):
         gpt_config(**change)
-
-
-@pytest.mark.parametrize("n_kv_head", [1, 2])
-def test_shared_heads_are_heads_that_are_alike(n_kv_head):
-    """Multi-head attention whose heads of a group have the same keys and values."""
-    shared, own = build({"name": "softmax", "n_kv_head": n_kv_head}), build({"name": "softmax"})
-    with torch.no_grad():
-        for mine, theirs in zip(own.qkv.parameters(), shared.qkv.parameters(), strict=True):
-            q, kv = theirs.split([N_HEAD * HEAD_DIM, 2 * n_kv_head * HEAD_DIM])
-            kv = kv.unflatten(0, (2, n_kv_head, HEAD_DIM)).repeat_interleave(N_HEAD // n_kv_head, dim=1).flatten(0, 2)
-            mine.copy_(torch.cat([q, kv]))
-    close(shared(text(31))[0], own(text(31))[0])
-
-
-def test_the_kernel_in_use_is_said_once(capsys):
-    say_once.cache_clear()
-    module = build({"name": "softmax", "kernel": "math"})
-    module(text(3))
-    module(text(4))
-    assert capsys.readouterr().out == "softmax attention by torch's math kernel\n"
 
 
 def test_a_kernel_that_cannot_run_is_refused_in_one_line():
@@ -582,10 +506,3 @@ def test_a_kernel_that_cannot_run_is_refused_in_one_line():
         build({"name": "softmax", "kernel": "quick"})
     with pytest.raises(ValidationError, match="kernel=math cannot be used with decay=head: use auto"):
         build({"name": "softmax", "kernel": "math", "decay": "head"})
-
-
-@pytest.mark.parametrize("kernel", ["auto", "math"])
-def test_a_compiled_model_can_say_its_kernel(kernel):
-    module = build({"name": "softmax", "kernel": kernel})
-    compiled = torch.compile(module, backend="eager", fullgraph=True)
-    close(compiled(text(5))[0], module(text(5))[0])

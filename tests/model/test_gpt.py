@@ -111,11 +111,6 @@ def test_a_sequence_beyond_the_learned_positions_is_refused():
         gpt(ids(1), state)
 
 
-def test_no_tokens_are_refused():
-    with pytest.raises(ValueError, match=r"token_ids of shape \(2, 0\) contain no tokens: pass at least one"):
-        build(tiny())(torch.zeros(2, 0, dtype=torch.long))
-
-
 def test_a_pattern_takes_the_names_of_configuration_files():
     ours, theirs = tiny(attention_pattern=["log_space_forgets", "softmax"]).layers
     assert (ours.name, ours.decay, ours.product, ours.gate) == ("log_space", "head", True, "silu")

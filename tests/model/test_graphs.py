@@ -124,18 +124,6 @@ def test_other_models_are_called_and_one_line_says_why(monkeypatch, capsys, atte
     assert capsys.readouterr().out == f"decoding without CUDA graphs, which is slower: {why}\n"
 
 
-@torch.inference_mode()
-def test_without_graphs_a_step_is_the_model(monkeypatch, capsys):
-    """On the CPU, without a word."""
-    monkeypatch.setattr(graphs, "record", None)
-    gpt = make_gpt({"name": "log_space"})
-    state, ids = read(gpt, 3, 0), torch.tensor([[1], [2], [3]])
-    step = DecodingStep(gpt, max_rows=4)
-    for _ in range(2):
-        assert equal(step(ids, state), gpt(ids, state, return_state=True))
-    assert capsys.readouterr().out == ""
-
-
 @pytest.mark.parametrize("fault", ["stale", "last place", "twice"])
 @torch.inference_mode()
 def test_a_graph_that_differs_from_its_step_is_not_used(recorded, monkeypatch, capsys, fault):

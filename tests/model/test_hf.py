@@ -180,20 +180,14 @@ def test_texts_of_a_batch_are_continued_as_each_alone_wherever_they_are_padded(w
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in PLAIN])
 @pytest.mark.slow
 def test_an_export_is_finetuned_as_any_model_of_transformers(work, name):
+    """An adapter that the model passes by shows only once it is merged, and has no gradient."""
     got = load_file(work / "results" / f"{name}.safetensors")
-    torch.testing.assert_close(got["resized"][..., :257], got["logits"], **CLOSE)
-    assert got["resized"].shape[-1] == 260
-    assert torch.equal(got["resized_again"], got["resized"])
-    for how in ("all-linear", "names"):
-        # An adapter that the model passes by shows only once it is merged, and has no gradient.
-        torch.testing.assert_close(got[how], got[f"{how}, merged"], **CLOSE)
-        assert (got[how] - got["logits"]).abs().max() > 0.01
-        once, twice = (f"{how}, checkpointing={on}, " for on in (False, True))
-        gradients = {key.removeprefix(once): value for key, value in got.items() if key.startswith(once)}
-        assert (gradients.pop("calls"), got[f"{twice}calls"]) == (1, 2)
-        assert all(gradient.any() for gradient in gradients.values())
-        for key, gradient in gradients.items():
-            torch.testing.assert_close(got[twice + key], gradient, **CLOSE)
+    torch.testing.assert_close(got["adapted"], got["merged"], **CLOSE)
+    assert (got["adapted"] - got["logits"]).abs().max() > 0.01
+    once, twice = "checkpointing=False, ", "checkpointing=True, "
+    for key in (key for key in got if key.startswith(once)):
+        assert got[key].any()
+        torch.testing.assert_close(got[key.replace(once, twice)], got[key], **CLOSE)
 
 
 @needs_transformers
@@ -201,9 +195,7 @@ def test_an_export_is_finetuned_as_any_model_of_transformers(work, name):
     ("given", "message"),
     [
         ({"output_hidden_states": True}, "output_hidden_states=True: this model returns logits"),
-        ({"output_attentions": True}, "output_attentions=True: this model returns logits"),
         ({"input_ids": None, "inputs_embeds": torch.zeros(1, 2, 8)}, "tune it by LoRA, not by prompts"),
-        ({"past_key_values": []}, "tune it by LoRA, not by prompts or prefixes"),
     ],
 )
 @pytest.mark.slow
@@ -262,7 +254,7 @@ def gpt2(work):
 
 
 @needs_transformers
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.slow
 def test_transformers_weights_give_transformers_logits_here(work, gpt2, dtype):
     token_ids = load_file(work / "input.safetensors")["token_ids"]
@@ -276,7 +268,7 @@ def test_transformers_weights_give_transformers_logits_here(work, gpt2, dtype):
     assert tokenizer.sha256 == BYTES.sha256
     assert {p.dtype for p in gpt.parameters()} == {torch.promote_types(dtype, torch.float32)}
     # 32 roundings of logits of some 10, or weights of 8 bits
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 1.0}[dtype]
+    tolerance = {torch.float64: 1e-12, torch.bfloat16: 1.0}[dtype]
     torch.testing.assert_close(gpt(token_ids).double(), wanted, rtol=0, atol=tolerance)
 
 
@@ -302,17 +294,14 @@ def test_files_of_old_versions_give_the_same_weights(gpt2, tmp_path):
         ({}, True),
         ({"attention": {"name": "softmax", "n_kv_head": 4, "kernel": "math"}}, True),
         ({"attention": {"name": "softmax", "n_kv_head": 2}}, False),
-        ({"attention": {"name": "log_space"}}, False),
         ({"attention_pattern": ["softmax", "log_space"]}, False),
         ({"head_dim": 5}, False),
         ({"head_dim": 6}, True),
-        ({"block": {"name": "glu"}}, False),
         ({"block": {"name": "mlp", "conv": 4}}, False),
         ({"position": {"name": "rotary"}}, False),
         ({"block": {"name": "mlp", "activation": "swiglu"}}, False),
         ({"attention": {"name": "softmax", "decay": "head"}}, False),
         ({"attention": {"name": "softmax", "gate": "silu"}}, False),
-        ({"attention": {"name": "softmax", "qk_norm": True}}, False),
         ({"norm": "rms"}, False),
         ({"tied": False}, False),
         ({"logit_cap": 30.0}, False),

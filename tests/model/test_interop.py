@@ -54,12 +54,8 @@ def test_what_is_not_the_published_model_is_refused(tmp_path, golden):
     assert load_published(written(weights, sizes | {"author": "someone"})).n_params() == n_params
     with pytest.raises(UserError, match="do not match the architecture"):
         load_published(written(weights, sizes | {"n_layers": 4}))
-    with pytest.raises(UserError, match="do not match the architecture"):
-        load_published(written(weights, sizes | {"d_emb": 32}))
     with pytest.raises(UserError, match="lacks d_key"):
         load_published(written(weights, {k: v for k, v in sizes.items() if k != "d_key"}))
-    with pytest.raises(UserError, match="lacks vocab_sz, d_emb"):
-        load_published(written(weights, 5))
     (tmp_path / "x.safetensors").write_bytes(b"nothing of the kind")
     with pytest.raises(UserError, match="cannot read published weights"):
         load_published(tmp_path / "x.safetensors")

@@ -9,8 +9,7 @@ import torch
 from gradients import INTERPRETED, assert_all_close
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from model.ops.log_recurrence import _recur, chunked, log_recurrence, naive_log_recurrence
-from model.ops.log_recurrence import triton as kernels
+from model.ops.log_recurrence import _recur, log_recurrence, naive_log_recurrence
 
 OTHERS = [
     *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float16, torch.float32)),
@@ -156,13 +155,6 @@ def test_little_forgotten_in_many_tokens_keeps_float32s_digits(quick_scan, recur
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *OTHERS], ids=str)
 def test_kernels_agree_with_the_definition(quick_scan, device, dtype):
     agreement.recurrence(device, dtype)
-
-
-@pytest.mark.gpu
-def test_a_fault_is_found(quick_scan, device, monkeypatch):
-    monkeypatch.setattr(kernels, "forward", lambda *arguments: 1.001 * chunked.forward(*arguments))
-    with pytest.raises(AssertionError, match=r"^s is off by .* \(1 tokens\)"):
-        agreement.recurrence(device, torch.float32)
 
 
 @pytest.mark.slow

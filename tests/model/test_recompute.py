@@ -14,6 +14,7 @@ from model.gpt import GPT
 
 MECHANISMS = [name for attention in ATTENTION for name in variant_names(attention)]
 HOW = ["block", "selective"]
+KINDS = itertools.cycle([*zip(HOW, [torch.float32, torch.bfloat16], strict=True)])
 
 
 def build(how, eot_id=None, **sizes):
@@ -34,8 +35,10 @@ def assert_same_bits(first, second):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize(("how", "dtype"), [("block", torch.float32), ("selective", torch.bfloat16)], ids=str)
-@pytest.mark.parametrize(("attention", "block"), list(zip(MECHANISMS, itertools.cycle(["glu", "mlp"]), strict=False)))
+@pytest.mark.parametrize(
+    ("attention", "block", "how", "dtype"),
+    [(*pair, *kind) for pair, kind in zip(itertools.product(MECHANISMS, ["glu", "mlp"]), KINDS, strict=False)],
+)
 def test_gradients_have_the_same_bits(attention, block, dtype, how):
     choice = {"attention": attention, "block": block, "position": "log_recurrence"}
     results = []
@@ -103,12 +106,6 @@ def test_of_a_block_its_input_is_kept(attention):
     assert kept_by_a_block("none", choice, B, T) > 5 * B * T * D * 4
 
 
-def test_of_ngrams_two_numbers_of_a_token_are_kept():
-    choice, (B, T) = {"attention": "log_space", "block": "mlp", "position": "none"}, (2, 64)
-    less, more = (kept("block", B, T, choice=choice, ngrams=ngrams) for ngrams in ([], [1, 2]))
-    assert more - less == B * T * 2 * 8
-
-
 @pytest.mark.parametrize("block", ["glu", "mlp"])
 def test_only_a_blocks_products_but_its_last_are_computed_twice(block):
     """With "block" every product with a weight, but not an mlp's last, whose result nothing needs; else none."""
@@ -135,8 +132,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("by_block", [False, True], ids=["whole", "blocks"])
+@pytest.mark.parametrize(("how", "by_block"), zip(HOW, [False, True], strict=True))
 def test_a_recomputed_model_compiles_in_one_graph(how, by_block):
     """As ddp and as fsdp compile it. Convolutions write in place, of which torch warns with "selective"."""
     results = []

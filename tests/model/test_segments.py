@@ -45,9 +45,9 @@ def weights_of(x):
     ("T", "segments", "gates", "has_state"),
     [
         (130, 3, 0.1, True),
-        *(pytest.param(T, 2, 3.0, True, marks=pytest.mark.slow) for T in (1, 64, 65)),
+        *(pytest.param(T, 2, 3.0, True, marks=pytest.mark.slow) for T in (1, 65)),
         pytest.param(129, 2, 1e-3, False, marks=pytest.mark.slow),
-        *(pytest.param(300, n, gates, True, marks=pytest.mark.slow) for n, gates in [(2, 1e-3), (3, 3.0), (5, 0.1)]),
+        *(pytest.param(300, n, gates, True, marks=pytest.mark.slow) for n, gates in [(3, 3.0), (5, 0.1)]),
     ],
 )
 def test_segments_give_the_numbers_of_the_definition_twice_with_the_same_bits(T, segments, gates, has_state):

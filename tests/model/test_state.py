@@ -15,7 +15,6 @@ from model.state import cat_states, select_rows
 H, D, E = 2, 3, 4
 PATTERNS = {
     "window": [window(7)],
-    "window 1": [window(1)],
     "heads": [window(3), window(4, 2)],
     "global": [longformer(5, 3)],
     "strided": [strided(6, "A1"), strided(6, "A2")],
@@ -30,10 +29,10 @@ def kv(T, B=2, seed=0, **options):
     return tuple(torch.randn(B, H, T, d, generator=generator, dtype=torch.float64, **options) for d in (D, E))
 
 
-@pytest.fixture(params=["grad", "no_grad", "inference"])
+@pytest.fixture(params=["grad", "inference"])
 def mode(request):
     """With and without autograd: a cache is written in place only if autograd is off."""
-    context = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[request.param]
+    context = {"grad": torch.enable_grad, "inference": torch.inference_mode}[request.param]
     with context():
         yield request.param
 
@@ -52,7 +51,7 @@ def needed(patterns, n):
     return pattern_mask(patterns, torch.arange(n, n + 200), torch.arange(n)).any(0).any(0).nonzero().flatten()
 
 
-@pytest.mark.parametrize("pieces", [[100], [1] * 100, [63, 1, 1, 35], [3, 90, 7]])
+@pytest.mark.parametrize("pieces", [[1] * 100, [63, 1, 1, 35]])
 def test_a_cache_in_pieces_is_the_whole(mode, pieces):
     k, v = kv(100)
     cache = in_pieces(k, v, pieces)
@@ -62,7 +61,7 @@ def test_a_cache_in_pieces_is_the_whole(mode, pieces):
 
 
 @each_pattern
-@pytest.mark.parametrize("n", [1, 5, 23, 64, 100])
+@pytest.mark.parametrize("n", [1, 23, 100])
 def test_of_a_text_read_at_once_is_kept_what_some_later_token_sees(mode, patterns, n):
     k, v = kv(n)
     cache, kept = SparseCache.of(k, v, patterns), needed(patterns, n)
@@ -73,7 +72,7 @@ def test_of_a_text_read_at_once_is_kept_what_some_later_token_sees(mode, pattern
 
 
 @each_pattern
-@pytest.mark.parametrize("pieces", [[1] * 150, [63, 1, 1, 85], [3, 140, 7], [70, 80]])
+@pytest.mark.parametrize("pieces", [[1] * 150, [3, 140, 7]])
 def test_of_a_text_in_pieces_all_that_later_tokens_see_is_kept_and_little_else(mode, patterns, pieces):
     k, v = kv(150)
     cache, kept = in_pieces(k, v, pieces, patterns), needed(patterns, 150)
@@ -83,23 +82,6 @@ def test_of_a_text_in_pieces_all_that_later_tokens_see_is_kept_and_little_else(m
     assert torch.equal(cache.v, v[:, :, place])
     assert cache.lengths == (150, 150)
     assert len(place) <= len(kept) + 64
-
-
-@pytest.mark.parametrize("patterns", [None, *PATTERNS.values()], ids=["all", *PATTERNS])
-def test_an_earlier_cache_stays_what_it_was(mode, patterns):
-    """A state is continued twice, in two ways, and so are the states that result."""
-    rest = () if patterns is None else (patterns,)
-    branches = {(): in_pieces(*kv(3), [3], *rest)}
-    for depth in range(4):
-        for path in [path for path in branches if len(path) == depth]:
-            for seed in (1, 2):
-                branches[*path, seed] = branches[path].append(*kv(1 + 30 * depth, seed=seed), *rest)[0]
-    for path, cache in branches.items():
-        whole = [kv(3)] + [kv(1 + 30 * depth, seed=seed) for depth, seed in enumerate(path)]
-        k, v = (torch.cat(parts, dim=2) for parts in zip(*whole, strict=True))
-        place = cache.place[0, 0] - 1 if patterns else slice(None)
-        assert torch.equal(cache.k, k[:, :, place])
-        assert torch.equal(cache.v, v[:, :, place])
 
 
 @pytest.mark.parametrize(
@@ -125,14 +107,6 @@ def test_a_step_writes_in_place_and_memory_is_taken_seldom(patterns, seldom, col
     assert most <= 8 * 2 * H * D * columns
 
 
-def test_a_cache_made_in_inference_mode_goes_on_outside_of_it():
-    with torch.inference_mode():
-        cache = KVCache.of(*kv(3))
-    with torch.no_grad():
-        after, *_ = cache.append(*kv(2, seed=1))
-    assert torch.equal(after.k, torch.cat([kv(3)[0], kv(2, seed=1)[0]], dim=2))
-
-
 def test_gradients_go_through_a_cache():
     k, v = kv(6, requires_grad=True)
     in_pieces(k, v, [4, 1, 1]).k.sum().backward()
@@ -143,21 +117,8 @@ def test_gradients_go_through_a_cache():
     assert v.grad[0, 0, :, 0].tolist() == [0, 0, 0, 1, 2, 2]
 
 
-@pytest.mark.parametrize("T", [1, 2, 9])
-def test_a_mask_is_its_definition_in_rows_of_any_length(mode, T):
-    """It shows a query the tokens up to its own."""
-    lengths = (2, 11, 5)
-    texts = [kv(n + T, B=1, seed=n) for n in lengths]
-    state = cat_states([KVCache.of(k[:, :, :n], v[:, :, :n]) for (k, v), n in zip(texts, lengths, strict=True)])
-    after, k_all, _, mask = state.append(*(torch.cat([text[i][:, :, -T:] for text in texts]) for i in range(2)))
-    assert after.lengths == tuple(n + T for n in lengths)
-    for row, n in enumerate(lengths):
-        for i in range(T):
-            assert torch.equal(k_all[row, :, mask[row, 0, i]], texts[row][0][0, :, : n + i + 1])
-
-
 @each_pattern
-@pytest.mark.parametrize("T", [1, 2, 9, 70])
+@pytest.mark.parametrize("T", [1, 9, 70])
 def test_columns_are_where_they_say_in_rows_of_any_length(mode, patterns, T):
     """They include every key that the T new tokens may see."""
     lengths = (2, 31, 5)
@@ -198,13 +159,6 @@ def test_states_are_put_together_and_taken_apart():
     swapped, _ = select_rows((both, nothing), [2, 0, 0])
     assert swapped.seen == (6, 4, 4)
     assert torch.equal(swapped.inner.v, both.inner.v[[2, 0, 0]])
-
-
-def test_states_that_do_not_go_together_are_refused():
-    with pytest.raises(ValueError, match="no states"):
-        cat_states([])
-    with pytest.raises(ValueError, match="mismatch"):
-        cat_states([KVCache.of(*kv(1)), None])
 
 
 def test_a_rotation_turns_rows_at_positions_of_their_own():

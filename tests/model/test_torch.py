@@ -22,7 +22,7 @@ def build():
     return GPT(tiny(block={"name": "mlp"})).to(ids(1).device)
 
 
-@pytest.mark.parametrize("T", [1, 64, 70])
+@pytest.mark.parametrize("T", [1, 70])
 @pytest.mark.slow
 def test_operators_keep_the_promises_that_torch_asks_of_them(T):
     generator = torch.Generator().manual_seed(0)
@@ -35,9 +35,9 @@ def test_operators_keep_the_promises_that_torch_asks_of_them(T):
     torch.library.opcheck(_recur, (log_p, k[0].detach().float().requires_grad_(), start, "chunked"))
 
 
-@pytest.mark.parametrize("T", [1, 70])
 @pytest.mark.slow
-def test_kernels_keep_the_promises_that_torch_asks_of_them(T):
+def test_kernels_keep_the_promises_that_torch_asks_of_them():
+    T = 70
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 2, T, 5), (1, 2, T, 5), (1, 2, T, 8), (1, 2, 5, 8), (1, 2, 5)]
     q, k, log_v, *state = (torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)
@@ -99,19 +99,6 @@ def test_a_model_compiled_for_one_length_takes_others():
     for T in range(70, 500, 36):  # more of them than torch would compile apart
         batch = ids(T)
         torch.testing.assert_close(compiled(batch[:, :-1], batch[:, 1:]), gpt.loss(batch[:, :-1], batch[:, 1:]))
-
-
-def test_the_backward_pass_may_have_another_number_of_threads():
-    x = torch.randn(1, 24, 512, 32, requires_grad=True)
-    (wanted,) = torch.autograd.grad(log_attention(x, x, x).sum(), x)
-    y = log_attention(x, x, x)
-    before = torch.get_num_threads()
-    torch.set_num_threads(before + 1)
-    try:
-        (got,) = torch.autograd.grad(y.sum(), x)
-    finally:
-        torch.set_num_threads(before)
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -5,14 +5,12 @@ import shlex
 import pytest
 import torch
 from alone import open_run
-from faults import LimitedFiles
-from printed import assert_one_line
 
 from common.settings import UserError, decode, variant_names
 from model.attention import ATTENTION
 from model.gpt import GPT, GPTConfig
 from runtime.checkpoint import load_model, open_checkpoint
-from tools.convert.gqa import convert, pooled, shared, with_n_kv_head
+from tools.convert.gqa import convert, shared, with_n_kv_head
 from trainer.loop import fit
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -50,10 +48,11 @@ def unshared(fewer, n_kv_head, wanted):
     return wanted
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("n_kv_head", [1, 2, 3])
-@pytest.mark.parametrize(("name", "conv"), [*((name, 0) for name in NAMES), (NAMES[0], 4)])
-def test_equal_heads_give_the_same_model(name, conv, n_kv_head, dtype):
+@pytest.mark.parametrize(
+    ("name", "conv", "n_kv_head"), [*((name, 0, 1 + i % 3) for i, name in enumerate(NAMES)), (NAMES[0], 4, 2)]
+)
+def test_equal_heads_give_the_same_model(name, conv, n_kv_head):
+    dtype = torch.float64
     fewer = gpt_of(name, n_kv_head, dtype, conv)
     with torch.no_grad():
         for key, value in fewer.named_parameters():
@@ -66,27 +65,6 @@ def test_equal_heads_give_the_same_model(name, conv, n_kv_head, dtype):
     token_ids = torch.randint(11, (2, 40), generator=torch.Generator().manual_seed(1))
     # The same products, in an order that the kernels choose: some tens of roundings of logits of size about 1.
     torch.testing.assert_close(after(token_ids), before(token_ids), rtol=0, atol=100 * torch.finfo(dtype).eps)
-
-
-@pytest.mark.parametrize("n_kv_head", [1, 2, 3])
-def test_rows_are_the_means_of_the_groups(n_kv_head):
-    rows = torch.randn(3 * HEADS * DIM, 5)
-    got = pooled(rows, (HEADS + 2 * n_kv_head) * DIM, HEADS, n_kv_head, DIM)
-    assert torch.equal(got[: HEADS * DIM], rows[: HEADS * DIM])
-    r = HEADS // n_kv_head
-    for kind in (0, 1):
-        for group in range(n_kv_head):
-            first = (HEADS + kind * HEADS + group * r) * DIM
-            wanted = sum(rows[first + i * DIM : first + (i + 1) * DIM].double() for i in range(r)) / r
-            at = (HEADS + kind * n_kv_head + group) * DIM
-            torch.testing.assert_close(got[at : at + DIM].double(), wanted, rtol=2**-23, atol=2**-24)
-
-
-def test_shared_heads_can_be_shared_further():
-    once = shared(gpt_of(NAMES[0]), 3)
-    assert {attention.n_kv_head for attention in (block.attention for block in shared(once, 1).blocks)} == {1}
-    for a, b in zip(shared(once, 1).parameters(), shared(gpt_of(NAMES[0]), 1).parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-15)  # a mean of means of equal groups is the mean
 
 
 def test_every_layer_of_a_pattern_that_can_share_does():
@@ -105,7 +83,6 @@ def test_every_layer_of_a_pattern_that_can_share_does():
     ("attention", "heads", "message"),
     [
         (NAMES[0], 4, rf"n_kv_head=4 does not divide the 6 key and value heads of {NAMES[0]}: use one of 1, 2, 3, 6"),
-        (NAMES[0], 0, r"n_kv_head=0 does not divide"),
         (NAMES[0], 6, r"n_kv_head=6 changes no layer"),
         ("linear", 2, r"n_kv_head=2 changes no layer's key and value heads"),
     ],
@@ -114,16 +91,6 @@ def test_what_cannot_be_shared_is_refused(attention, heads, message):
     raw = gpt_of(NAMES[0]).config.model_dump() | {"attention": {"name": attention}}
     with pytest.raises(UserError, match=message):
         with_n_kv_head(decode(GPTConfig, raw), heads)
-
-
-def test_only_layers_that_there_are_count():
-    """With a pattern, no layer uses `attention`."""
-    raw = gpt_of(NAMES[0]).config.model_dump()
-    one = {"attention": {"name": "softmax", "n_kv_head": 1}, "attention_pattern": [{"name": "softmax", "n_kv_head": 6}]}
-    assert with_n_kv_head(decode(GPTConfig, raw | one), 2).layers[0].n_kv_head == 2
-    none = {"attention": {"name": "softmax"}, "attention_pattern": [{"name": "linear"}]}
-    with pytest.raises(UserError, match="n_kv_head=2 changes no layer"):
-        with_n_kv_head(decode(GPTConfig, raw | none), 2)
 
 
 def test_a_run_begins_with_the_converted_weights(tiny, run_of, tmp_path):
@@ -147,28 +114,10 @@ def test_a_run_begins_with_the_converted_weights(tiny, run_of, tmp_path):
     assert any(not torch.equal(value, wanted[key]) for key, value in after.state_dict().items())
 
 
-def test_mistakes_are_one_line(run_of, tmp_path, command, request):
-    run_of(OF_A_RUN)
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "manifest.json").touch()
-    request.addfinalizer((limited := LimitedFiles(3000)).close)
-    limited.fill()
-    for first, run_dir, heads, message in [
-        ("run", "run", "2", "holds a run: choose another one"),
-        ("nothing", "gqa", "2", "does not exist"),
-        ("run", "data", "2", "data is a dataset or a checkpoint: choose another folder"),
-        ("run", "full", "2", f"model.safetensors: Error while serializing: I/O error: {LimitedFiles.error}"),
-    ]:
-        options = f"checkpoint={tmp_path / first}", f"run_dir={tmp_path / run_dir}", f"n_kv_head={heads}"
-        assert_one_line(command("scripts/convert_gqa", *options), message)
-    assert not (tmp_path / "gqa" / "checkpoints").exists()
-
-
 @pytest.mark.parametrize(
     ("options", "heads", "wanted"),
     [
         ([], 2, [2]),
-        (["optim=muon"], 2, [2]),
         (["model.n_layer=2", f"model.attention_pattern=[{NAMES[0]},{{name:{NAMES[1]},n_kv_head:2}}]"], 1, [1, 1]),
     ],
 )

@@ -34,7 +34,7 @@ SMALL_JSON = tokenizer_files(SMALL, None)["tokenizer.json"]
 SMALL_THEIRS, BYTES_THEIRS = theirs(SMALL), theirs(BYTES)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(text=NASTY)
 def test_any_text_has_the_same_ids(text):
     text = text.replace("<|endoftext|>", "") + WORLD
@@ -50,14 +50,6 @@ def test_real_text_has_tiktokens_ids(gpt2_ranks):
     text = text.replace("<|endoftext|>", "") + WORLD
     assert len(text) > 50_000
     assert theirs(tokenizer).encode(text).ids == tokenizer.encoding.encode_ordinary(text)
-
-
-@pytest.mark.parametrize("tokenizer", [SMALL, BYTES], ids=["gpt2", "bytes"])
-def test_the_end_of_a_text_is_one_token(tokenizer):
-    other = theirs(tokenizer)
-    assert other.encode("a<|endoftext|>b").ids == [97, tokenizer.eot_id, 98]
-    assert other.get_vocab_size() == tokenizer.n_vocab
-    assert other.decode([97, tokenizer.eot_id, 98]) == "ab"
 
 
 TALKS = [
@@ -107,11 +99,6 @@ def test_what_is_written_is_read_back(name, tmp_path, gpt2_ranks):
     path.write_text(json.dumps(tokenizer_files(tokenizer, None)["tokenizer.json"]))
     read = read_tokenizer_json(path)
     assert (read.name, read.sha256) == (tokenizer.name, tokenizer.sha256)
-
-
-def test_a_limit_of_length_is_told():
-    assert tokenizer_files(BYTES, 64)["tokenizer_config.json"]["model_max_length"] == 64
-    assert "model_max_length" not in tokenizer_files(BYTES, None)["tokenizer_config.json"]
 
 
 @pytest.mark.parametrize("content", [b"[]", b"{"])

@@ -1,7 +1,6 @@
 """scripts/export_hf.py and scripts/import_gpt2.py: from a run to a folder and back; what does not fit is one line."""
 
 import json
-import os
 import shutil
 
 import pytest
@@ -10,14 +9,13 @@ from printed import assert_one_line, commands_in
 from safetensors.torch import load_file, save_file
 
 from common.files import owned
-from common.settings import UserError, decode
+from common.settings import decode
 from data.tokenizer import BytesConfig, build_tokenizer
 from model.gpt import GPT, GPTConfig
 from runtime.checkpoint import load_model, open_checkpoint
 from tools.convert.export_hf import export
 from tools.convert.import_gpt2 import import_gpt2
 from tools.convert.new_run import begin_with
-from trainer.loop import fit
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -77,11 +75,6 @@ def without_a_shard(folder):
     (folder / "model-00002-of-00002.safetensors").unlink()
 
 
-def as_a_pipe(folder):
-    (folder / "model.safetensors").unlink()
-    os.mkfifo(folder / "model.safetensors")
-
-
 def test_a_run_that_was_exported_and_imported_is_the_same_model(original, folder, tmp_path):
     path = import_gpt2(folder, tmp_path / "again")
     assert path == tmp_path / "again" / "checkpoints" / "step-00000000"
@@ -99,15 +92,6 @@ def test_weights_in_several_files_are_those_of_one(folder, tmp_path):
     in_shards(folder)
     again = load_model(import_gpt2(folder, tmp_path / "several"))[0].state_dict()
     assert all(torch.equal(value, again[name]) for name, value in once.items())
-
-
-@pytest.mark.parametrize(("rows", "is_said"), [(320, False), (512, True)])
-def test_a_tokenizer_with_far_fewer_ids_than_the_model_has_rows_is_said(folder, tmp_path, capsys, rows, is_said):
-    config(vocab_size=rows)(folder)
-    weights(lambda tensors: tensors.update({"transformer.wte.weight": torch.zeros(rows, 16)}))(folder)
-    import_gpt2(folder, tmp_path / "again")
-    said = f"the model has rows for {rows} ids, and tokenizer.json has 257: make sure that it is the model's own"
-    assert (said in capsys.readouterr().err) == is_said
 
 
 def of_its_own(folder):
@@ -147,22 +131,6 @@ def test_it_can_be_tuned_on_conversations(folder, tmp_path, make_dataset, comman
     assert load_model(tmp_path / "chat")[0].config.n_vocab == 262
 
 
-def test_it_can_be_evaluated_and_sampled_from(folder, tmp_path, dataset_dir, command, tiny):
-    import_gpt2(folder, tmp_path / "again")
-    again = f"checkpoint={tmp_path / 'again'}"
-    result = command("sample", again, "prompt=the", "max_new_tokens=4", "runtime.device=cpu")
-    assert result.status == 0, result.err
-    result = command("eval", again, f"dataset_dir={dataset_dir}", "batches=1", "runtime.device=cpu")
-    assert result.status == 0, result.err
-    for script, option in (("eval", again), ("scripts/inspect_dataset", f"run_dir={tmp_path / 'again'}")):
-        assert_one_line(command(script, option), "an imported model has no dataset of its own: give dataset_dir=...")
-    settings = {"model": MODEL | {"pad_vocab": 1}, "run_dir": tmp_path / "again", "batch_tokens": 480 * 16}
-    with pytest.raises(
-        UserError, match=r"again is an imported model: train it with init_from=.*again in another run_dir"
-    ):
-        fit(tiny(settings))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -170,21 +138,14 @@ def test_it_can_be_evaluated_and_sampled_from(folder, tmp_path, dataset_dir, com
         (config(activation_function="relu"), "activation_function='relu': Input should be 'gelu_new' or"),
         (config(layer_norm_epsilon=1e-6), "layer_norm_epsilon=1e-06: Input should be greater than or equal to 0.00001"),
         (config(scale_attn_weights=False), "scale_attn_weights=False"),
-        (config(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True"),
-        (config(add_cross_attention=True), "add_cross_attention=True"),
         (config(tie_word_embeddings=False), "tie_word_embeddings=False"),
         (config(n_inner=17), "n_inner=17: it must be a multiple of n_embd=16"),
-        (config(n_head=3), "n_embd=16 is not divisible by n_head=3"),
-        (config(n_layer=10**9), "n_layer=1000000000"),
         (config(vocab_size=200), "has a tokenizer with 257 ids, but the model has only 200"),
         (
             file("config.json", b"[]"),
             "does not describe a GPT2LMHeadModel like GPT-2: Input should be a valid dictionary",
         ),
         (weights(lambda t: t.pop("transformer.wpe.weight")), "'transformer.wpe.weight' is missing"),
-        (weights(lambda t: t.update({"score.weight": torch.zeros(2, 16)})), "'score.weight' is unknown"),
-        (weights(lambda t: t.update({"transformer.h.0.attn.bias": torch.zeros(9)})), "attn.bias has the shape [9]"),
-        (weights(lambda t: t.update({"transformer.ln_f.bias": torch.zeros(16).long()})), "ln_f.bias has the type"),
         (weights(lambda t: t.update({"lm_head.weight": torch.zeros(257, 16)})), "lm_head.weight differs from wte"),
         (
             weights(lambda t: t["transformer.h.0.ln_1.bias"].fill_(torch.nan)),
@@ -195,10 +156,7 @@ def test_it_can_be_evaluated_and_sampled_from(folder, tmp_path, dataset_dir, com
             "must list files such",
         ),
         (without_a_shard, "has no model-00002-of-00002.safetensors: load model and tokenizer"),
-        (file("model.safetensors", b"\xff" * 99), "not a whole safetensors file"),
-        (as_a_pipe, "is a link, a folder, a pipe or a device"),
         (file("config.json", None), "has no config.json: load model and tokenizer with transformers"),
-        (file("model.safetensors", None), "has no model.safetensors: load model and tokenizer"),
     ],
 )
 def test_what_is_no_gpt2_is_refused_in_one_line(folder, tmp_path, change, message, command):

@@ -18,7 +18,6 @@ import resource
 import secrets
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -321,43 +320,13 @@ class LimitedFiles:
     def __init__(self, limit):
         self.limit, self._before = limit, resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def fill(self, room=0):
-        """Let no file grow beyond the limit, whatever the room."""
+    def fill(self):
+        """Let no file grow beyond the limit."""
         resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, self._before[1]))
 
     def close(self):
         """Let files grow again."""
         resource.setrlimit(resource.RLIMIT_FSIZE, self._before)
-
-
-class SmallDisk:
-    """A disk of 1 MB that another program can fill; it is mounted over a folder, or the test is skipped."""
-
-    error = os.strerror(errno.ENOSPC)
-
-    def __init__(self, folder):
-        import pytest
-
-        self._folder, self._other = folder, folder / "other"
-        mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-        if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-            pytest.skip("this user may not mount a small disk")
-
-    def fill(self, room=0):
-        """Leave `room` bytes, rounded down to whole blocks."""
-        with open(self._other, "wb", buffering=0) as file:
-            with contextlib.suppress(OSError):
-                while True:
-                    file.write(bytes(4096))
-            file.truncate(file.tell() - room)
-
-    def close(self):
-        """Make space."""
-        self._other.unlink(missing_ok=True)
-
-    def end(self):
-        """Unmount it, even if a failed test has a file open."""
-        subprocess.run(["umount", "--lazy", str(self._folder)], check=True)
 
 
 # In the processes of a life

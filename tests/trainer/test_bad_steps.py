@@ -26,15 +26,6 @@ def test_halt_names_gradients_and_leaves_the_run_as_it_was(tiny, tmp_path, facto
     assert open_checkpoint(tmp_path / "run").state.step == 4
 
 
-def test_a_halted_run_goes_on_when_the_fault_is_gone(tiny, tmp_path, factor_at):
-    fit(tiny({"run_dir": tmp_path / "whole"}))
-    factor_at({5: float("inf")}, times=1)
-    with pytest.raises(UserError, match="step 5: loss is inf"):
-        fit(tiny())
-    fit(tiny())
-    assert_same_run(tmp_path / "whole", tmp_path / "run")
-
-
 def reference_without(config, bad):
     """The weights after plain steps on all batches except those of the `bad` steps."""
     run = open_run(config)

@@ -1,11 +1,9 @@
 """A run killed at any fsync or rename resumes when it is started again, with the results of an uninterrupted run."""
 
-import random
 import shutil
 
 import pytest
 from faults import (
-    Kill,
     assert_same,
     content,
     finish,
@@ -89,23 +87,6 @@ def test_what_is_counted_on_is_synced(undisturbed):
         assert synced >= {folder, *files}
         assert (own[i + 1].name, own[i + 1].path) == ("fsync", own[i].path.rpartition("/")[0])
     assert len(names_given(own)) == 3
-
-
-@pytest.mark.slow
-def test_a_run_killed_again_and_again_comes_to_the_same_end(undisturbed):
-    """Each life makes some progress, however short it is; some of them end with a power cut."""
-    config, expected, disk = undisturbed
-    rng = random.Random(0)
-    for _ in range(6):
-        put_back(rng.choice(disk.left), config.run_dir)
-        for _ in range(4):
-            states = record(config).left
-            if not states:
-                break  # the run has ended: nothing is written
-            put_back(rng.choice(states), config.run_dir)
-            live(config, kill=Kill(rng.choice(["main", "other"]), rng.randrange(1, 20)))
-        fit(config)
-        assert_same(config.run_dir, expected)
 
 
 @pytest.mark.slow

@@ -54,16 +54,15 @@ def test_torchrun_restarts_a_run_that_lost_a_process(train_in_processes, tiny_ar
     assert_same_steps(undisturbed, tmp_path / "run", tolerance=0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 @pytest.mark.slow
-def test_a_signal_to_torchrun_stops_and_saves(tiny_args, tmp_path, number):
+def test_a_signal_to_torchrun_stops_and_saves(tiny_args, tmp_path):
     log = tmp_path / "run" / "metrics.jsonl"
     with torchrun(
         "train.py", *tiny_args, "max_steps=100000", "checkpoint.every=100000", "eval.every=100000"
     ) as process:
         wait_until(lambda: lines_in(log) > 5 or process.poll() is not None, "5 steps")
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=240)
     step = int(newest(tmp_path / "run").name[5:])
     assert step > 5
-    assert f"stopped by {number.name}: step {step} of 100,000 is saved" in out
+    assert f"stopped by SIGTERM: step {step} of 100,000 is saved" in out

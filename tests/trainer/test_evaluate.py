@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from common.settings import UserError, decode
+from common.settings import decode
 from data.loader import EvalBatches
 from data.shards import TokenStream, read_manifest
 from data.tokenizer import load_tokenizer
@@ -33,17 +33,10 @@ def val(dataset_dir):
     return TokenStream(dataset_dir, read_manifest(dataset_dir), "val")
 
 
-class Alone(World):
-    """One process of several, whose sums stay its own."""
-
-    def sum(self, value):
-        return value
-
-
-def measure(gpt, windows, tokenizer, micro_batch, world=None):
+def measure(gpt, windows, tokenizer, micro_batch):
     runtime = open_runtime(decode(EvaluateConfig, {"checkpoint": ".", "runtime": RUNTIME}).runtime)
     lengths = torch.from_numpy(tokenizer.byte_lengths)
-    return evaluate(gpt, windows, lengths, micro_batch, runtime, world or World(torch.device("cpu")))
+    return evaluate(gpt, windows, lengths, micro_batch, runtime, World(torch.device("cpu")))
 
 
 RUNTIME = {"device": "cpu", "dtype": "float64"}
@@ -76,17 +69,6 @@ def test_the_whole_split_token_by_token(gpt, val, dataset_dir, micro_batch):
     assert loss.perplexity == pytest.approx(math.exp(nats / (val.n_tokens - 1)), rel=1e-11)
 
 
-@pytest.mark.parametrize("size", [2, 3, 200])
-def test_any_number_of_processes_covers_every_window_once(gpt, val, dataset_dir, size):
-    tokenizer = load_tokenizer(dataset_dir / "tokenizer.json")
-    windows = EvalBatches(val, SEQ_LEN)
-    whole = measure(gpt, windows, tokenizer, 8)
-    shares = [measure(gpt, windows, tokenizer, 8, Alone(torch.device("cpu"), rank, size)) for rank in range(size)]
-    assert sum(share.nats for share in shares) == pytest.approx(whole.nats, rel=1e-12)
-    assert sum(share.tokens for share in shares) == whole.tokens
-    assert sum(share.bytes for share in shares) == whole.bytes
-
-
 def test_evaluation_leaves_the_model_training_and_without_gradients(gpt, val, dataset_dir):
     measure(gpt, EvalBatches(val, SEQ_LEN, 2), load_tokenizer(dataset_dir / "tokenizer.json"), 2)
     assert gpt.training
@@ -109,19 +91,3 @@ def test_command_evaluates_what_training_does_and_writes_what_it_prints(tiny, ca
     out = capsys.readouterr().out
     assert f"loss {result['loss']:.4f}" in out
     assert f"{result['bits_per_byte']:.4f} bits per byte" in out
-
-
-def test_the_training_split_can_be_evaluated(run_of, dataset_dir):
-    run_dir = run_of({"max_steps": 2})
-    raw = {"checkpoint": str(run_dir), "split": "train", "seq_len": 1000, "batches": "all", **ON_SPLIT}
-    run_evaluation(decode(EvaluateConfig, raw))
-    tokens = read_manifest(dataset_dir).splits["train"].total.tokens
-    assert json.loads((run_dir / "eval.json").read_text())["tokens"] == tokens - 1
-
-
-def test_a_dataset_of_another_tokenizer_is_refused(run_of, make_dataset, rank_file):
-    run_dir = run_of({"max_steps": 2})
-    other = make_dataset(tokenizer={"name": "gpt2", "path": str(rank_file)})
-    raw = {"checkpoint": str(run_dir), "dataset_dir": str(other), "runtime": RUNTIME}
-    with pytest.raises(UserError, match=r"tokenizer gpt2 \(n_vocab 260\), the model with bytes \(n_vocab 257\)"):
-        run_evaluation(decode(EvaluateConfig, raw))

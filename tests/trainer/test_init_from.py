@@ -8,9 +8,7 @@ from alone import open_run
 from test_torchrun import assert_same_checkpoint
 
 from common.settings import UserError
-from runtime.checkpoint import find_checkpoint, load_model, open_checkpoint
-from runtime.distributed import World
-from trainer.init_from import load_weights
+from runtime.checkpoint import load_model, open_checkpoint
 from trainer.loop import fit
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -57,10 +55,8 @@ def test_what_does_not_fit_is_refused(tiny, make_dataset, rank_file, tmp_path):
             {"dataset_dir": str(other), "model.n_vocab": 260},
             r"with the tokenizer bytes \(n_vocab 257\), and the dataset has gpt2 \(n_vocab 260\): prepare the dataset",
         ),
-        ({"dataset_dir": str(other)}, r"with the tokenizer bytes \(n_vocab 257\), and the dataset has gpt2"),
         ({"init_from": str(tmp_path / "nowhere")}, "nowhere does not exist: give a run directory, or a checkpoint"),
         ({"init_from": "gpt2"}, "init_from=gpt2 does not exist: .*import_gpt2.py .* the same command again resumes"),
-        ({"init_from": str(other)}, "init_from=.* is a dataset: give the directory of a run"),
     ]:
         with pytest.raises(UserError, match=message):
             fit(tiny(begun | changes))
@@ -81,46 +77,6 @@ def test_the_model_need_not_be_given(tiny_args, command, tmp_path):
     shutil.rmtree(tmp_path / "run")  # the run has its own model now
     assert command(*begun).status == 0
     assert open_checkpoint(tmp_path / "begun").state.step == 6
-
-
-def test_the_size_of_the_vocabulary_need_not_be_given(tiny_args, command, make_dataset, rank_file, tmp_path):
-    other = make_dataset(tokenizer={"name": "gpt2", "path": str(rank_file)})
-    args = ["train", *tiny_args, f"dataset_dir={other}", "stop_at=1"]
-    assert command(*args).status == 0
-    assert open_checkpoint(tmp_path / "run").state.model.n_vocab == 260
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nmodel:\n  n_vocab: 300\n")
-    for n, given in {257: ["model.n_vocab=257"], 300: ["--config-dir", str(tmp_path), "experiment=mine"]}.items():
-        assert f"n_vocab: {n}" in command(*args, "--cfg", "job", *given).out
-    assert "n_vocab: 260" in command("scripts/plan", f"dataset_dir={other}", "--cfg", "job").out
-    assert command("train", *args[1:], "model.n_vocab=270", f"run_dir={tmp_path / 'wide'}").status == 0
-    assert command("train", *args[1:], f"run_dir={tmp_path / 'wide'}", "max_steps=7").status == 0, "a run keeps its own"
-    assert "n_vocab: 270" in command("scripts/plan", f"run_dir={tmp_path / 'wide'}", "--cfg", "job").out
-    swept = ["-m", "seed=1,2", f"run_dir={tmp_path / 'sweep'}"]
-    assert command(*args, *swept).status == 0
-    assert open_checkpoint(tmp_path / "sweep" / "seed=2").state.model.n_vocab == 260
-
-
-class Second(World):
-    """The second of two processes, of which the first is not there."""
-
-    def exchange(self, value):
-        return [self.of_first, value]
-
-
-def test_processes_that_do_not_see_the_same_checkpoint_are_refused(tiny, tmp_path):
-    """As where each machine has a disk of its own."""
-    fit(tiny({"stop_at": 2}))
-    gpt, tokenizer = load_model(tmp_path / "run")
-    world = Second(torch.device("cpu"), rank=1, size=2)
-    vars(world)["of_first"] = {"the weights of init_from": "others"}
-    with pytest.raises(UserError, match=r"^process 1 differs from process 0 in the weights of init_from="):
-        load_weights(gpt, tmp_path / "run", tokenizer, world)
-    for step, why in ((2, "its weights are others"), (3, "")):
-        vars(world)["of_first"] = (f"step-0000000{step}", "others")
-        message = f"process 1 cannot see .*step-0000000{step} as the main process does .*{why}.*: put run_dir where all"
-        with pytest.raises(UserError, match=message):
-            find_checkpoint(tmp_path / "run", world)
 
 
 @pytest.mark.slow

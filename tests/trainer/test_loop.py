@@ -1,9 +1,7 @@
 """A step of training, against its definition."""
 
 import json
-import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,6 @@ import torch
 from alone import open_run
 from forged import edit
 
-from common.commit import git_commit
 from common.settings import UserError
 from model.gpt import GPT
 from runtime.checkpoint import newest
@@ -65,12 +62,6 @@ def test_gradients_are_clipped_to_the_norm_that_is_asked_for(tiny):
     assert norm.item() == pytest.approx(1e-3, rel=1e-3)  # torch adds 1e-6 to the norm it divides by
 
 
-def test_a_learning_rate_that_breaks_a_model_with_gates_stops_it_in_one_line(tiny):
-    gates = {"name": "log_space", "decay": "head", "product": True, "d_key": 4}
-    with pytest.raises(UserError, match=r"^step \d: loss is .* lower optim.max_lr=1000"):
-        fit(tiny({"model.attention": gates, "optim.max_lr": 1000, "optim.grad_clip": None}))
-
-
 def test_an_empty_validation_split_is_refused_before_training(tiny, tmp_path):
     config = tiny({"dataset_dir": str(tmp_path / "data"), "run_dir": str(tmp_path / "runs" / "new")})
     shutil.copytree(tiny().dataset_dir, config.dataset_dir)
@@ -117,26 +108,6 @@ def test_a_run_writes_what_it_promises(tiny):
     stored = json.loads((config.run_dir / "config.json").read_text())
     assert stored["config"] == config.model_dump(mode="json")
     assert {"python", "torch", "git_commit", "device", "processes"} <= set(stored["environment"])
-
-
-@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
-def test_a_commit_is_that_of_the_codes_own_repository(tmp_path):
-    def git(*arguments):
-        identity = ["-c", "user.name=me", "-c", "user.email=me@example.org", "-c", "commit.gpgsign=false"]
-        subprocess.run(["git", "-C", tmp_path, *identity, *arguments], check=True, capture_output=True)
-
-    unpacked = tmp_path / "unpacked archive"
-    unpacked.mkdir()
-    (unpacked / "code.py").write_text("1")
-    assert git_commit(tmp_path) is None
-    git("init")
-    git("add", ".")
-    git("commit", "-m", "all")
-    found = git_commit(tmp_path)
-    assert re.fullmatch("[0-9a-f]{7,}", found)
-    assert git_commit(unpacked) is None, "the commit is of the repository around it"
-    (unpacked / "code.py").write_text("2")
-    assert git_commit(tmp_path) == f"{found}-dirty"
 
 
 def test_training_lowers_the_loss(tiny):

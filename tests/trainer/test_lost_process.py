@@ -49,8 +49,7 @@ def error_of(result):
     return line
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize(("lost", "number"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
 @pytest.mark.slow
 def test_a_process_that_is_gone_or_does_not_answer_ends_the_others_with_a_line(worker, tmp_path, lost, number):
     """Even if it hosts the store."""
@@ -63,11 +62,10 @@ def test_a_process_that_is_gone_or_does_not_answer_ends_the_others_with_a_line(w
         assert "lost contact with another process (" in error_of(result)
 
 
-@pytest.mark.parametrize("kind", ["RuntimeError", "torch.distributed.DistBackendError"])
 @pytest.mark.slow
-def test_other_errors_pass_unchanged(worker, kind):
-    for result in run(2, *worker(f"if step == 25: raise {kind}('a bug')"), status=1):
-        assert f"{kind}: a bug" in result.err
+def test_other_errors_pass_unchanged(worker):
+    for result in run(2, *worker("if step == 25: raise torch.distributed.DistBackendError('a bug')"), status=1):
+        assert "torch.distributed.DistBackendError: a bug" in result.err
 
 
 def test_the_first_process_keeps_the_store_until_the_others_are_done(worker):
@@ -109,7 +107,7 @@ def test_training_that_waits_too_long_goes_on_when_it_is_started_again(tiny_args
     assert lines_in(tmp_path / "run" / "metrics.jsonl") == 10 + 4  # and evaluations after 3, 6, 9 and 10
 
 
-@pytest.mark.parametrize("failing", ["0", "1", "012"])
+@pytest.mark.parametrize("failing", ["1", "012"])
 @pytest.mark.slow
 def test_a_process_that_fails_says_why_and_the_others_end_with_its_status(tiny_args, failing):
     train = FAILING_TRAIN.format(failing=failing, fault=DISK_FULL)

@@ -10,7 +10,6 @@ from faults import metrics
 from test_torchrun import assert_same_steps
 from torch import nn
 
-from common.memory import out_of_memory
 from common.settings import UserError, decode
 from model.gpt import GPT, GPTConfig
 from runtime.checkpoint import newest, open_checkpoint
@@ -22,7 +21,6 @@ from trainer.step import SummedLoss
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
 CPU = Runtime(torch.device("cpu"), torch.float32)
-GB = 10**9
 
 
 class Limited(nn.Module):
@@ -95,20 +93,6 @@ def test_other_errors_pass(choose, error):
     assert module.weight.grad is None
 
 
-def test_what_means_that_memory_is_out():
-    with pytest.raises(RuntimeError) as real:
-        torch.empty(2**50, dtype=torch.uint8)
-    assert out_of_memory(real.value)
-    assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
-    assert out_of_memory(RuntimeError("CUDA error: out of memory"))
-    assert out_of_memory(RuntimeError("could not create a primitive"))
-    assert out_of_memory(ImportError("libtorch_cpu.so: failed to map segment from shared object"))
-    assert out_of_memory(MemoryError())
-    assert not out_of_memory(RuntimeError("could not create a primitive descriptor for a matmul primitive"))
-    assert not out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    assert not out_of_memory(OSError(28, "No space left on device"))
-
-
 def test_it_leaves_no_trace(choose):
     module, same = tiny_gpt(), tiny_gpt()
     random = torch.get_rng_state()
@@ -117,22 +101,6 @@ def test_it_leaves_no_trace(choose):
     assert all(p.grad is None for p in module.parameters())
     for p, q in zip(module.parameters(), same.parameters(), strict=True):
         assert torch.equal(p, q)
-
-
-def test_what_was_compiled_for_trials_is_forgotten(choose):
-    shapes = []
-
-    def backend(graph, inputs):
-        shapes.append([tuple(x.shape) for x in inputs if isinstance(x, torch.Tensor) and x.dtype == torch.int64])
-        return graph.forward
-
-    module = tiny_gpt()
-    module.compile(backend=backend)
-    assert choose(module, 6) == 6
-    shapes.clear()
-    module(*torch.zeros(2, 6, 16, dtype=torch.int64))
-    assert shapes  # compiled again,
-    assert all(isinstance(n, int) for shape in shapes[0] for n in shape)  # for this size alone
 
 
 @pytest.mark.slow

@@ -19,10 +19,8 @@ FLAGSHIP = {"name": "log_space", "product": True, "d_key": 4, "decay": "head", "
 MECHANISMS = {
     "flagship": {"model.attention": FLAGSHIP, "model.block": {"name": "mlp", "conv": 4}, "model.position.name": "none"},
     "log_space": {"model.n_layer": 2},
-    "log_space head": {"model.attention": {"name": "log_space", "decay": "head"}},
     "signed": {"model.attention": {"name": "log_space_signed"}, "model.position.name": "none"},
     "linear": {"model.attention": {"name": "linear"}, "model.block": {"name": "glu"}, "model.position.name": "rotary"},
-    "linear head": {"model.attention": {"name": "linear", "decay": "head"}},
     "windows": {"model.attention": {"name": "sliding_window", "window": [5, 40], "dilation": [1, None]}},
     "ngrams": {"model.ngrams": [1, 3], "model.position.name": "none"},
     "both": {"model.attention_pattern": ["log_space", "sliding_window"], "model.n_layer": 2},
@@ -38,16 +36,15 @@ def gradients(run, chunk, x, y):
     return float(loss), [torch.zeros_like(p) if p.grad is None else p.grad for p in run.gpt.parameters()]
 
 
-FAST = ["flagship", "windows", "linear head", "longformer", "ngrams"]
+FAST = ["flagship", "windows", "longformer", "ngrams"]
 
 
 @pytest.mark.parametrize(
     ("name", "documents"),
     [
         pytest.param(name, documents, id=f"{name}-{documents}", marks=[] if name in FAST else pytest.mark.slow)
-        for name in MECHANISMS
-        for documents in (False, True)
-        if not (documents and name == "longformer")
+        for i, name in enumerate(MECHANISMS)
+        for documents in ((False, True) if name == "flagship" else (i % 2 == 1 and name != "longformer",))
     ],
 )
 def test_gradients_are_those_of_the_whole(tiny, name, documents):
@@ -68,32 +65,6 @@ def test_gradients_are_those_of_the_whole(tiny, name, documents):
     if not documents:
         cut = sum(gradients(run, None, *piece)[1][0] for piece in zip(x.split(64, 1), y.split(64, 1), strict=True))
         assert float((cut - wanted[0]).abs().max()) > 1e-6, "without the gradient through the state it is another"
-
-
-CHILD = """
-import torch
-from tests.trainer.test_memory import GPT, config_of
-from runtime.distributed import World
-from runtime.device import Runtime, keep_freed_memory
-from trainer.step import SummedLoss, accumulate_gradients
-keep_freed_memory()
-def peak():
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
-torch.set_num_threads(1)
-cpu = torch.device("cpu")
-loss = SummedLoss(GPT(config_of(n_layer=6, n_embd=192)))
-for pieces in (8, 8, 96):
-    ids = torch.zeros(1, 512 * pieces, dtype=torch.int64)
-    accumulate_gradients(loss, [(ids, ids)], Runtime(cpu, torch.float32, 512), World(cpu))
-    print(peak())
-"""
-
-
-@pytest.mark.slow
-def test_a_process_keeps_no_memory_that_pieces_have_freed(run_process):
-    (child,) = run_process(["-c", CHILD])
-    _, few, many = map(int, child.out.split())
-    assert many < 1.15 * few
 
 
 def test_a_run_in_pieces_takes_the_same_steps(tiny, tmp_path):

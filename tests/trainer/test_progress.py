@@ -1,10 +1,6 @@
 """The line that training prints."""
 
-import io
-import itertools
-
 import pytest
-from rich.console import Console
 
 from trainer.announce import TrainingProgress
 
@@ -40,27 +36,3 @@ def test_a_line_tells_of_all_steps_since_the_last(clock, capsys):
         "step   203 of 1,200, 1:17:33 left",
         "step   204 of 1,200, loss 3.0000, learning rate 3.92e-05, gradient norm 1.23, 100 tokens/s, 1:02:15 left",
     ]
-
-
-def test_lines_become_rarer_in_a_long_run(clock, capsys):
-    with TrainingProgress(10**6, 0) as progress:
-        for _ in range(20_000):
-            clock[0] += 1
-            progress.take(line(1, 4.0))
-        seconds = [int(text.split()[1].replace(",", "")) for text in capsys.readouterr().out.splitlines()]
-    gaps = [after - before for before, after in itertools.pairwise(seconds)]
-    assert (gaps[0], gaps[-1]) == (5, 60)
-    assert gaps == sorted(gaps)
-
-
-def test_on_a_terminal_times_are_named_and_lines_stay_above_the_bar(clock, monkeypatch):
-    terminal = Console(force_terminal=True, width=200, file=io.StringIO(), highlight=False, soft_wrap=True)
-    monkeypatch.setattr("common.console.console", terminal)
-    with TrainingProgress(10, 0) as progress:
-        clock[0] += 5
-        progress.take(line(1, 4.0))
-    shown = terminal.file.getvalue()
-    assert "step  1 of 10, loss 4.0000" in shown
-    assert "training: step 1 of 10" in shown
-    assert "elapsed," in shown
-    assert shown.rstrip("\n \x1b[?25h").endswith("left")

@@ -15,7 +15,7 @@ from common.settings import UserError, decode
 from model.gpt import GPT, GPTConfig
 from model.ops import kernels, linear_cross_entropy, log_attention
 from runtime import proof
-from runtime.device import Runtime, compile_blocks
+from runtime.device import Runtime
 from runtime.distributed import World
 from runtime.proof import Difference, Form, Proofs, compare, prove_gradients, prove_logits
 from trainer.loop import fit
@@ -66,8 +66,8 @@ def make_wrong(monkeypatch):
         return lambda *given: [x * 1.3 if x.is_floating_point() else x for x in graph(*given)]
 
     def make(what):
-        attend.factor = 1.3 if what in ("log attention", "both") else 1.0
-        if what in ("the loss", "both"):
+        attend.factor = 1.3 if what == "log attention" else 1.0
+        if what == "the loss":
             monkeypatch.setitem(linear_cross_entropy._FORMS, "triton", lambda *given: 1.02 * cross_entropy(*given))
         if what == "an error":
             monkeypatch.setitem(linear_cross_entropy._FORMS, "triton", crash)
@@ -90,21 +90,22 @@ def is_compiled(gpt):
 @pytest.mark.parametrize(
     ("what", "left_out", "compiled", "line"),
     [
-        (None, (), True, None),
-        ("a block", (), False, r"^blocks\.\d\.\S+ has norm \S+, in plain torch \S+: .* without torch.compile, which"),
-        (
+        pytest.param(None, (), True, None, marks=pytest.mark.slow),
+        pytest.param(
+            "a block",
+            (),
+            False,
+            r"^blocks\.\d\.\S+ has norm \S+, in plain torch \S+: .* without torch.compile, which",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "log attention",
             ("log attention",),
             True,
             r"qkv.weight\[1\] has norm .* without the kernels of log attention,",
+            marks=pytest.mark.slow,
         ),
         ("the loss", ("the loss",), True, r"^the loss has norm \S+, in plain torch \S+: .* the kernels of the loss"),
-        (
-            "both",
-            ("log attention", "the loss"),
-            True,
-            r"^the loss has norm .* log attention and the kernels of the loss,",
-        ),
         ("an error", ("the loss",), True, r"^CUDA error: no kernel image: .* the kernels of the loss,"),
     ],
 )
@@ -121,26 +122,6 @@ def test_what_is_wrong_is_found_named_and_left_out(gpt, make_wrong, capsys, what
     assert re.search(agrees, said.out)
     warning = " ".join(said.err.split()).removeprefix("warning: ")
     assert re.search(line or "^$", warning), warning
-
-
-@pytest.mark.parametrize("sizes", [[0.01, 0.5], [math.inf, 0.01]])
-def test_all_processes_leave_out_what_one_finds_wrong(sizes):
-    """Of two processes, each sees another difference of the configured form, and none of plain torch."""
-    world = World(torch.device("cpu"))
-    local = sizes[0]
-
-    def exchange(value):
-        assert value == Difference(local, "w", 1.0, 2.0)
-        return [list(value), [sizes[1] if local == sizes[0] else 0.0, "w", 1.0, 2.0]]
-
-    def difference(form):
-        nonlocal local
-        local = sizes[0] if form.compiled else 0.001
-        return Difference(local, "w", 1.0, 2.0)
-
-    object.__setattr__(world, "exchange", exchange)
-    form, largest = proof.fastest_right(difference, True, torch.bfloat16, world)
-    assert (form, largest.size) == (Form(False), 0.001)
 
 
 def test_without_a_right_form_a_line_says_what_to_do():
@@ -219,22 +200,6 @@ def test_inference_compares_logits_once_and_uses_what_is_known(gpt, make_wrong, 
         monkeypatch.setattr(proof, "fastest_right", None)  # the second time, the outcome is known
 
 
-def test_identical_blocks_share_one_compilation(gpt):
-    compiled = []
-
-    def backend(graph, inputs):
-        compiled.append(graph)
-        return graph
-
-    deep = GPT(decode(GPTConfig, FLAGSHIP | {"n_layer": 9}))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", lambda function: COMPILE(function, backend=backend))
-        compile_blocks(deep, True)
-        with torch.no_grad():
-            deep.summed_loss(*batch())
-    assert len(compiled) == 1
-
-
 def test_a_run_proves_itself_once(tiny, make_wrong, monkeypatch, capsys):
     """A resumed run, and its evaluation, know the outcome."""
     make_wrong("nothing")
@@ -271,7 +236,7 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_processes_agree_on_what_is_left_out(tiny_args, tmp_path, strategy):
     """With ddp the second process finds the loss wrong; with fsdp the first one, which is right, decides alone."""
     args = [

@@ -1,7 +1,6 @@
 """What a run reads: weighted sets, and a thread that reads ahead of the steps."""
 
 import random
-import re
 import threading
 from types import SimpleNamespace
 
@@ -14,7 +13,7 @@ from test_resume import assert_same_run
 from common.settings import UserError, decode
 from data.loader import TrainBatches
 from model.gpt import GPT
-from runtime.checkpoint import newest, open_checkpoint
+from runtime.checkpoint import open_checkpoint
 from runtime.state import TrainState
 from trainer.loop import fit
 from trainer.start import new_state
@@ -66,7 +65,6 @@ def test_a_run_with_a_mixture_goes_on_as_if_nothing_had_happened(tiny, sets_dir,
     ("before", "now", "message"),
     [
         ({}, None, r"another run: data\.mixture=null \(checkpoint: \{\}\)"),
-        (MIXTURE, None, r"data.mixture.few=null \(checkpoint: 5.0\)"),
         (MIXTURE, {"few": 4, "none": 0}, r"another run: data.mixture.few=4.0 \(checkpoint: 5.0\); use the"),
         (MIXTURE, {"feww": 5}, "'feww', which is not a set of dataset_dir=.*: its sets are few, many, none"),
     ],
@@ -75,20 +73,6 @@ def test_another_mixture_is_refused(tiny, sets_dir, before, now, message):
     fit(tiny({"dataset_dir": str(sets_dir), "data.mixture": before, "stop_at": 2}))
     with pytest.raises(UserError, match=message):
         fit(tiny({"dataset_dir": str(sets_dir), "data.mixture": now}))
-
-
-def test_the_mixture_on_the_command_line(command, tiny_args, sets_dir, tmp_path):
-    for stop_at, spelling in ((2, '{"few": 5, "none": 0}'), (3, "{few: 5, none: 0}")):
-        mixed = [f"dataset_dir={sets_dir}", f"data.mixture={spelling}", f"stop_at={stop_at}"]
-        result = command("train", *tiny_args, *mixed)
-        assert result.status == 0, result.err
-        sets = re.search(r" epochs, drawn from few (\S+)% \(\S+ epochs\), many (\S+)% \(\S+ epochs\)\n", result.out)
-        assert float(sets[1]) + float(sets[2]) == pytest.approx(100, abs=1e-3)
-        assert open_checkpoint(tmp_path / "run").state.data.mixture == MIXTURE
-    result = command("train", *tiny_args, f"dataset_dir={sets_dir}", 'data.mixture={"Pile-CC": 2, "x (y)": 1}')
-    assert result.status == 1
-    assert result.err.count("\n") == 1
-    assert "'Pile-CC', which is not a set" in result.err
 
 
 SHORT = {"data.document_reset": True, "runtime.dtype": "float64", "batch_tokens": 4 * 250, "seq_len": 250}
@@ -114,10 +98,7 @@ def test_a_step_learns_from_each_document_alone(tiny, sets_dir):
 
 def test_a_run_keeps_documents_apart_or_not(command, tiny_args, tmp_path):
     assert command("train", *tiny_args, "data.document_reset=true", "stop_at=2").status == 0
-    state = open_checkpoint(tmp_path / "run").state
-    assert state.data.document_reset
-    older = state.model_dump(mode="json") | {"data": {"mixture": None}}
-    assert not decode(TrainState, older).data.document_reset, "checkpoints from before the option have none"
+    assert open_checkpoint(tmp_path / "run").state.data.document_reset
     result = command("train", *tiny_args, "data.document_reset=false", "stop_at=2")
     assert "another run: data.document_reset=false (checkpoint: true)" in result.err
     assert command("train", *tiny_args, "data.document_reset=true").status == 0
@@ -139,26 +120,6 @@ def test_attention_that_cannot_keep_documents_apart_is_refused(tiny, changes, me
     state = new_state(tiny(changes), SimpleNamespace(fingerprint="")).model_dump(mode="json")
     with pytest.raises(UserError, match=message):
         decode(TrainState, state | {"data": {"document_reset": True, "mixture": None}})
-
-
-def test_a_damaged_shard_stops_the_run_with_its_name(tiny, sets_dir, monkeypatch):
-    main = threading.get_ident()
-    read_in = set()
-
-    class Damaged(TrainBatches):
-        def batch(self, step, start, stop):
-            read_in.add(threading.get_ident())
-            if step == 3:
-                raise UserError("train-00000.bin is shorter than its manifest says")
-            return super().batch(step, start, stop)
-
-    monkeypatch.setattr("trainer.start.TrainBatches", Damaged)
-    config = tiny({"dataset_dir": str(sets_dir), "checkpoint.every": 1})
-    with pytest.raises(UserError, match=r"train-00000.bin is shorter"):
-        fit(config)
-    assert newest(config.run_dir).name == "step-00000003", "every step before it was done"
-    assert main not in read_in
-    assert threads() == []
 
 
 def test_the_thread_ends_with_the_run_and_reads_nothing_that_no_step_asks_for(tiny, monkeypatch):

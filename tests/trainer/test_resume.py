@@ -4,17 +4,12 @@ import re
 import shutil
 
 import pytest
-import torch
 from faults import metrics
-from forged import edit
 
-import runtime.checkpoint
-from common import settings
 from common.settings import UserError
 from data.loader import TrainBatches
 from data.shards import read_manifest
 from runtime.checkpoint import newest, open_checkpoint
-from runtime.state import TrainState
 from trainer.loop import fit
 from trainer.schedule import WSD, OneCycle
 
@@ -116,19 +111,6 @@ def test_wsd_continued_from_before_its_decay_is_the_longer_run(tiny, tmp_path, c
     assert_same_run(tmp_path / "whole", tmp_path / "longer")
 
 
-def test_a_resume_decodes_one_manifest_once(tiny, monkeypatch):
-    fit(tiny({"stop_at": 4}))
-    decoded = []
-
-    def decode(kind, raw):
-        decoded.append(kind)
-        return settings.decode(kind, raw)
-
-    monkeypatch.setattr(runtime.checkpoint, "decode", decode)
-    fit(tiny({"stop_at": 5}))
-    assert decoded == [runtime.checkpoint.Digests, TrainState]
-
-
 def test_the_dataset_may_move(tiny, tmp_path):
     fit(tiny({"run_dir": tmp_path / "whole"}))
     fit(tiny({"stop_at": 4}))
@@ -153,34 +135,3 @@ def test_another_run_than_the_one_that_is_there_is_refused(tiny, tmp_path, chang
     with pytest.raises(UserError, match=message):
         fit(tiny(changes))
     assert snapshot(tmp_path / "run") == before
-
-
-def test_other_changed_settings_are_said(tiny, capsys):
-    fit(tiny({"stop_at": 2}))
-    edit(tiny().run_dir / "config.json", lambda found: found["environment"].update(dtype="bfloat16", torch="2.11.0"))
-    fit(tiny({"stop_at": None, "optim.max_lr": 0.5, "schedule": {"name": "constant", "warmup_steps": 2}}))
-    assert sorted(re.findall(r"changed: (.*)", capsys.readouterr().out)) == [
-        "dtype=float32 (was bfloat16)",
-        "optim.max_lr=0.5 (was 0.01)",
-        "schedule.name=constant (was one_cycle)",
-        "stop_at=null (was 2)",
-        f'torch="{torch.__version__}" (was "2.11.0")',
-    ]
-
-
-def test_a_run_with_a_damaged_log_goes_on(tiny, tmp_path, capsys):
-    fit(tiny({"run_dir": tmp_path / "whole"}))
-    fit(tiny({"stop_at": 4}))
-    log = tmp_path / "run" / "metrics.jsonl"
-    log.write_bytes(b'\0\0\n{"step": 1, "loss": 5}\n{"step": 1, "tokens": 64, "loss": "x"}\n' + log.read_bytes())
-    capsys.readouterr()
-    fit(tiny())
-    assert capsys.readouterr().err == f"warning: {log}: left out 3 lines that cannot be read\n"
-    assert_same_run(tmp_path / "whole", tmp_path / "run")
-
-
-def test_another_tokenizer_than_the_manifests_is_refused(tiny, tmp_path):
-    dataset = shutil.copytree(tiny().dataset_dir, tmp_path / "dataset")
-    edit(dataset / "manifest.json", lambda manifest: manifest["tokenizer"].update(sha256="0" * 64))
-    with pytest.raises(UserError, match=r"tokenizer.json is not the manifest's tokenizer"):
-        fit(tiny({"dataset_dir": dataset}))

@@ -8,7 +8,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from faults import LimitedFiles, SmallDisk, assert_same, is_whole, result, steps_of
+from faults import LimitedFiles, assert_same, is_whole, result, steps_of
 
 from common.settings import UserError
 from runtime.checkpoint import CheckpointConfig, checkpoint_path, retain
@@ -100,16 +100,10 @@ def results_with_room(config):
     return found
 
 
-@pytest.fixture(params=["small", 20_000, 50_000], ids=["small", "no_model", "no_optimizer"])
-def disk(request, memory):
-    """The disk of the run: a small one, or one where the model's, or the optimizer's file is too large."""
-    if request.param != "small":
-        yield LimitedFiles(request.param)
-        return
-    (memory / "run").mkdir()
-    disk = SmallDisk(memory / "run")
-    yield disk
-    disk.end()
+@pytest.fixture(params=[20_000, 50_000], ids=["no_model", "no_optimizer"])
+def disk(request):
+    """The disk of the run, where the model's, or the optimizer's file is too large."""
+    return LimitedFiles(request.param)
 
 
 def assert_whole(run_dir, steps):
@@ -126,7 +120,7 @@ def expected(long):
 
 def test_a_full_disk_stops_the_run_and_the_same_command_goes_on(expected, long, disk, before_step):
     config = long()
-    before_step(3, lambda: disk.fill(room=20_000))  # for config.json when it starts again
+    before_step(3, lambda: disk.fill())
     with contextlib.closing(disk):
         for _ in range(2):
             with pytest.raises(UserError, match=rf"after step 3 failed \(.*{disk.error}"):

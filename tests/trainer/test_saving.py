@@ -7,11 +7,9 @@ import pytest
 import ranks
 import torch
 from safetensors.torch import load_file
-from test_resume import assert_same_run
 
 import runtime.checkpoint
 import trainer.loop
-from common.files import owned
 from common.settings import UserError
 from data.tokenizer import BytesConfig, build_tokenizer
 from runtime.checkpoint import CheckpointConfig, Saver, checkpoint_path, open_checkpoint
@@ -127,43 +125,3 @@ def test_a_run_has_one_owner(tiny, tiny_args, tmp_path):
         first.end()
     fit(tiny({"stop_at": open_checkpoint(tmp_path / "run").state.step + 1, "max_steps": 100_000}))
     assert open_checkpoint(tmp_path / "run").state.run_id == before
-
-
-def test_two_owners_of_a_file_or_a_folder(tmp_path):
-    for path in (tmp_path, tmp_path / "lock"):
-        with owned(path, lambda: "taken"), pytest.raises(UserError, match="taken"), owned(path, lambda: "taken"):
-            pass
-        with owned(path, lambda: "taken"):
-            pass
-    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OSError, match="symbolic"), owned(tmp_path / "link", lambda: "taken"):
-        pass
-    assert not (tmp_path / "elsewhere").exists()
-
-
-DROPOUT = """
-import runpy
-from torch.nn.functional import dropout
-from model.gpt import GPT
-features = GPT.features
-GPT.features = lambda self, *args, **kwargs: (dropout((out := features(self, *args, **kwargs))[0], 0.1), out[1])
-runpy.run_path("train.py", run_name="__main__")
-"""
-
-
-@pytest.mark.slow
-def test_every_process_goes_on_with_its_own_random_numbers(tiny_args, tmp_path):
-    args = [*tiny_args, "eval.every=100", "runtime.micro_batch=1"]
-
-    def train(processes, name, *more):
-        ranks.run(processes, "-c", DROPOUT, *args, f"run_dir={tmp_path / name}", *more)
-        return tmp_path / name
-
-    whole = train(2, "whole")
-    train(2, "run", "stop_at=3")
-    assert_same_run(whole, train(2, "run"))
-    states = load_file(checkpoint_path(whole, 6) / "random.safetensors")["states"]
-    assert not torch.equal(states[0], states[1]), "no two processes draw the same numbers"
-    train(2, "other", "stop_at=3")
-    train(1, "other", "stop_at=4")  # more or fewer processes: others than before
-    train(2, "other")

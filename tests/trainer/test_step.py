@@ -39,6 +39,7 @@ class Waits(TorchDispatchMode):
 @pytest.mark.parametrize("grad_clip", [None, 1.0])
 def test_a_step_waits_for_the_device_once(tiny, grad_clip, monkeypatch):
     monkeypatch.setattr("torch.is_autocast_enabled", lambda *_: False)  # it does not know the device
+    monkeypatch.setattr("model.ops.log_attention.exact._counters", {})  # no other test can read that device's
     config = tiny({"model.attention": {"name": "softmax"}})
     device = torch.device("meta")
     gpt = GPT(config.model).to(device)
@@ -50,17 +51,6 @@ def test_a_step_waits_for_the_device_once(tiny, grad_clip, monkeypatch):
     assert waits.reads == [(4,)]
     assert waits.blocking_copies == []
     assert (result.loss, result.grad_norm, result.stop, result.exact_tiles) == (1, 1, True, 1)
-
-
-def test_the_count_sees_what_waits():
-    with Waits() as waits:
-        x = torch.ones(3).to("meta")
-        assert x.sum().item() == 1
-        assert x.cpu().tolist() == x.tolist() == [1, 1, 1]
-        assert bool(x.any())
-        torch.ones(2).to("meta", non_blocking=True)
-    assert waits.reads == [(), (3,), (3,), ()]
-    assert waits.blocking_copies == [(3,)]
 
 
 def test_tiles_that_are_recomputed_are_in_the_line_of_their_step(tiny):

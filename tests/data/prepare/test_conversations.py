@@ -104,11 +104,6 @@ def test_the_hub_s_columns_give_the_same_conversations(chat, tmp_path, text_fiel
             r"conversations.*from.*human.*instruction.*output",
         ),
         ([{"messages": [{"who": "human", "value": "a"}]}], {}, 'chat.jsonl:1\\): write each as {"role": "user", "c'),
-        (
-            BAD["messages is not a list"],
-            {},
-            r"corpus is empty \(1 x messages is not a list, first .*chat.jsonl:1\)",
-        ),
     ],
 )
 def test_what_cannot_be_prepared_is_one_line(chat, records, changes, message):

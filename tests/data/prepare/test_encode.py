@@ -4,9 +4,6 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -17,7 +14,6 @@ import zstandard
 import data.prepare.encode
 from common.settings import UserError
 from data.prepare.encode import Encoded, Skipped, encode_all
-from data.prepare.items import Position
 from data.prepare.sources import FileSource, JsonlSource
 from data.tokenizer import BytesConfig, build_tokenizer, save_tokenizer
 
@@ -133,17 +129,6 @@ def test_a_run_goes_on_after_any_position(mixed_files, encode):
         assert rest == whole[sum(map(len, batches[: done + 1])) :]
 
 
-def test_files_before_the_position_are_not_opened(tmp_path, encode, monkeypatch):
-    paths = [write_jsonl(tmp_path / f"{i}.jsonl", [f"{i} {j}" for j in range(10)]) for i in range(3)]
-    opened, read = [], JsonlSource.read
-    monkeypatch.setattr(JsonlSource, "read", lambda self, path, seen: opened.append(path) or read(self, path, seen))
-    seen = []
-    items = items_of(encode(jsonl(*paths), seen=seen.append, after=Position(str(paths[1]), 4)))
-    assert [text_of(item) for item in items] == [f"1 {j}" for j in range(4, 10)] + [f"2 {j}" for j in range(10)]
-    assert opened == paths[1:]
-    assert sum(seen) == sum(path.stat().st_size for path in paths), "the first counts as read"
-
-
 def test_workers_give_what_one_process_gives(tmp_path, mixed_files, encode, monkeypatch):
     monkeypatch.setattr(data.prepare.encode, "LONG", 2000)  # long documents do not go to workers
     write_jsonl(mixed_files[7], ["x" * 5000, "short", "y" * 5000, "z" * 5000])
@@ -176,40 +161,3 @@ class Deadly(FileSource):
 def test_a_worker_that_is_killed_is_an_error(encode):
     with pytest.raises(UserError, match="a worker process was killed, perhaps because memory ran out"):
         encode(Deadly(), workers=2)
-
-
-def test_workers_end_with_their_parent(tmp_path, tokenizer_file):
-    path = write_jsonl(tmp_path / "a.jsonl", (f"{i} " + "word " * 1000 for i in range(20_000)))
-    code = f"""
-import multiprocessing
-from pathlib import Path
-from data.prepare.encode import encode_all
-from data.prepare.sources import JsonlSource
-if __name__ == "__main__":
-    source = JsonlSource(name="jsonl", path={str(path)!r})
-    for _ in encode_all(source, source.documents(), Path({str(tokenizer_file)!r}), 2):
-        pids = sorted(child.pid for child in multiprocessing.active_children())
-        if len(pids) == 2:
-            break
-    print(*pids, flush=True)
-    input()
-"""
-    script = tmp_path / "parent.py"
-    script.write_text(code)
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, script], env=env, stdin=-1, stdout=-1, text=True) as parent:
-        workers = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(workers) == 2
-        parent.kill()
-    deadline = time.monotonic() + 20
-    while any(alive(pid) for pid in workers):
-        assert time.monotonic() < deadline, "a worker is still there"
-        time.sleep(0.05)
-
-
-def alive(pid):
-    try:
-        os.kill(pid, 0)
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False

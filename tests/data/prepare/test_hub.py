@@ -1,16 +1,14 @@
 """Datasets as the library datasets opens them: from the hub, which tests cannot reach, or from a folder."""
 
 import gzip
-import json
 import shutil
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
-from cli import compose, to_dict
-from common.settings import UserError, decode
-from data.prepare.dataset import PrepareConfig, prepare
+from common.settings import UserError
+from data.prepare.dataset import prepare
 from data.prepare.items import Document, Position
 from data.prepare.sources import HubSource
 
@@ -49,8 +47,7 @@ def test_a_folder_is_read_in_order(folder):
 SAVED = ["saved", "splits", "a.parquet", "a.ARROW", "*.parquet", "arrow", "a.csv", "a.csv.gz", "a.jsonl"]
 
 
-@pytest.mark.parametrize("path", SAVED)
-@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize(("path", "first"), [(path, i % 2) for i, path in enumerate(SAVED)])
 def test_what_the_library_saves_is_read(tmp_path, path, first):
     """A dataset, one with splits, files, and a folder of them; also after a position."""
     import datasets
@@ -84,46 +81,6 @@ def test_what_the_library_saves_is_read(tmp_path, path, first):
 def test_what_does_not_exist_is_named(folder, settings, message):
     with pytest.raises(UserError, match=message):
         texts(source(folder, **settings))
-
-
-@pytest.mark.parametrize(
-    ("name", "path", "subset"),
-    [
-        ("fineweb", "HuggingFaceFW/fineweb", "sample-10BT"),
-        ("fineweb_edu", "HuggingFaceFW/fineweb-edu", "sample-10BT"),
-        ("openwebtext", "Skylion007/openwebtext", None),
-        ("pile", "monology/pile-uncopyrighted", None),
-    ],
-)
-def test_ready_files_ask_the_hub_for_what_they_name(monkeypatch, name, path, subset):
-    asked = {}
-
-    def load_dataset(path, **settings):
-        asked.update(settings, path=path)
-        from datasets import IterableDataset  # slow to import, in each process that only collects tests
-
-        return IterableDataset.from_generator(lambda: iter([{"text": "a"}]))
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    config = decode(PrepareConfig, to_dict(compose("prepare", [f"data={name}", "data.revision=v1", "out_dir=x"])))
-    assert [config.data.parse(raw) for raw in config.data.documents()] == [Document("a", name)]
-    settings = {"path": path, "name": subset, "split": "train", "revision": "v1", "data_files": None}
-    assert asked == settings | {"streaming": True}
-    recorded = config.recorded()["data"]
-    assert (recorded["path"], recorded["subset"], recorded["revision"]) == (path, subset, "v1")
-
-
-def test_it_is_prepared_as_typed(command, folder, tmp_path):
-    options = [f"out_dir={tmp_path / 'out'}", "tokenizer=bytes", "workers=1", "val_tokens=20"]
-    data = ["data=hf", f"data.path={folder}", "data.text_field=body"]
-    assert command("scripts/prepare_data", *options, *data).status == 0
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert {name: split["sets"]["hf"]["documents"] for name, split in manifest["splits"].items()} == {
-        "train": 9,
-        "val": 3,  # of 7 tokens each: the third begins at token 14
-    }
-    result = command("scripts/prepare_data", *options, "data=hf", f"data.path={folder}", "data.split=test")
-    assert (result.status, result.err.count("\n")) == (1, 1)
 
 
 def test_a_column_that_is_not_there_is_named(config, folder):

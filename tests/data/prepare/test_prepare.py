@@ -5,19 +5,13 @@ import re
 import shlex
 import shutil
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-import data.prepare.dataset
-import data.prepare.encode
-import data.prepare.spans
 from common.settings import UserError
 from data.prepare.dataset import prepare
 from data.shards import TokenStream, read_manifest
 from data.tokenizer import load_tokenizer
-
-SHAKESPEARE = Path(__file__).resolve().parents[4] / "shared" / "corpora" / "tinyshakespeare.txt"
 
 
 def contents(folder):
@@ -52,18 +46,6 @@ def test_every_document_is_in_one_split_and_counted(config, corpus, tmp_path):
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_the_bytes_do_not_depend_on_the_number_of_workers(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(data.prepare.encode, "_BATCH_CHARACTERS", 100)  # batches enough for worker processes
-    started = []
-    submit = data.prepare.encode._submit
-    monkeypatch.setattr(data.prepare.encode, "_submit", lambda *task: started.append(workers) or submit(*task))
-    for workers in (1, 2):
-        prepare(config(workers=workers, shard_tokens=500, out_dir=str(tmp_path / str(workers))))
-    assert set(started) == {2}
-    assert contents(tmp_path / "1") == contents(tmp_path / "2")
-    assert len(read_manifest(tmp_path / "1").splits["train"].shards) > 3
-
-
 def test_the_split_does_not_depend_on_order_or_company(config, corpus, tmp_path):
     prepare(config())
     lines = corpus.read_text().splitlines()
@@ -72,60 +54,6 @@ def test_the_split_does_not_depend_on_order_or_company(config, corpus, tmp_path)
     prepare(config(out_dir=str(tmp_path / "other")))
     for split in ("train", "val"):
         assert set(texts(tmp_path / "other", split)) < set(texts(tmp_path / "out", split))
-
-
-def test_every_document_of_the_input_is_accounted_for(config, corpus, tmp_path, capsys):
-    """Every document is either written or counted as skipped, with a reason."""
-    bad = {"malformed JSON": [b"{"], "missing text": [b"{}", b"3"], "empty document": [b'{"text": ""}'] * 4}
-    lines = [*corpus.read_bytes().splitlines(), *(line for wrong in bad.values() for line in wrong)]
-    corpus.write_bytes(b"\n\n".join(lines) + b"\n \n")
-    manifest = prepare(config())
-    assert manifest.skipped == {reason: len(wrong) for reason, wrong in sorted(bad.items())}
-    written = sum(split.total.documents for split in manifest.splits.values())
-    assert written + sum(manifest.skipped.values()) == len(lines)
-    printed = capsys.readouterr().out
-    assert f"{len(lines)} documents in the input: {written} written, {len(lines) - written} skipped" in printed
-    assert f"skipped 4 x empty document (first: {corpus}:" in printed
-
-
-def test_what_stops_a_run_can_be_skipped_by_the_next(config, corpus, tmp_path, monkeypatch, capsys):
-    lines = corpus.read_text().splitlines()
-    corpus.write_text("\n".join([*lines[:150], "{", *lines[150:]]))
-    prepare(config(out_dir=str(tmp_path / "skipped"), shard_tokens=1000))
-    monkeypatch.setattr(data.prepare.encode, "_BATCH_CHARACTERS", 1000)
-    for _ in range(2):
-        with pytest.raises(
-            UserError, match=r"corpus\.jsonl:151: malformed JSON: write one JSON .*; or .* on_error=skip"
-        ):
-            prepare(config(on_error="stop", shard_tokens=1000))
-    assert "continuing " in capsys.readouterr().out
-    prepare(config(on_error="skip", shard_tokens=1000))
-    assert contents(tmp_path / "out") == contents(tmp_path / "skipped")
-
-
-def test_progress_shows_documents_and_time_left(config, corpus, monkeypatch, capsys):
-    corpus.write_text(corpus.read_text() * 10)
-    monkeypatch.setattr(data.prepare.encode, "_BATCH_CHARACTERS", 1000)
-    monkeypatch.setattr("data.prepare.archives._READ_BYTES", 1000)
-    monkeypatch.setattr("common.console._SECONDS_BETWEEN_LINES", 0.0)
-    prepare(config(workers=1))
-    times = r"\([\d:]+ elapsed, [\d:]+ left\)"
-    line = rf"reading, bytes [\d,]+ of 144,600 {times} [\d,]+ documents"
-    assert re.search(line, capsys.readouterr().out)
-
-
-def test_a_dataset_of_another_tokenizer_is_refused(config, rank_file, tmp_path):
-    ranks = tmp_path / "ranks"
-    shutil.copy(rank_file, ranks)
-    settings = config(tokenizer={"name": "gpt2", "path": str(ranks)})
-    first = prepare(settings)
-    ranks.write_bytes(b"".join(rank_file.read_bytes().splitlines(keepends=True)[:-1]))
-    with pytest.raises(
-        UserError, match=r"made with sha256 of the tokenizer's ranks='\w+' \(now '\w+'\)\): choose another out_dir"
-    ):
-        prepare(settings)
-    ranks.unlink()  # the dataset has its own
-    assert prepare(settings) == first
 
 
 def test_a_second_time_is_quick_and_other_settings_are_refused(config, corpus, tmp_path, monkeypatch, capsys):
@@ -208,47 +136,6 @@ def test_a_small_corpus_validates_on_whole_documents_and_on_one_at_least(
         return
     assert prepare(config(val_fraction=val_fraction)).splits["val"].total.documents == n_val
     assert sorted(texts(tmp_path / "out", "train") + texts(tmp_path / "out", "val")) == sorted(given)
-
-
-@pytest.mark.skipif(not SHAKESPEARE.is_file(), reason="no tinyshakespeare here")
-def test_some_passages_of_tinyshakespeare_are_for_validation(config):
-    manifest = prepare(config(val_fraction=None, data={"name": "text", "path": str(SHAKESPEARE)}))
-    assert {name: split.total.documents for name, split in manifest.splits.items()} == {"train": 66, "val": 1}
-
-
-@pytest.mark.parametrize(("large", "fraction"), [(10**6, 0.05), (10**3, 0.005)])
-def test_of_a_small_corpus_more_is_for_validation(config, monkeypatch, capsys, large, fraction):
-    monkeypatch.setattr("data.prepare.dataset._LARGE", large)
-    total = prepare(config(val_fraction=None)).splits["val"].total.tokens
-    assert f"warning: only {total:,} tokens are for validation, so its loss is rough: give" in capsys.readouterr().err
-    assert config(val_fraction=None).recorded()["val_fraction"] == fraction
-
-
-def test_a_text_field_that_most_lines_lack(config, corpus, tmp_path):
-    with corpus.open("a") as file:
-        file.write('{"content": "x"}\n' * 201)
-    message = f"missing in 201 of the first 401 documents (first: {corpus}:201 with 'content'): give the key"
-    with pytest.raises(UserError, match=re.escape(message)):
-        prepare(config())
-    assert not (tmp_path / "out.partial").exists()
-
-
-def test_a_text_field_that_the_first_lines_lack_is_an_error_before_the_rest_is_read(config, corpus, monkeypatch):
-    monkeypatch.setattr(data.prepare.dataset, "_CHECKED_ITEMS", 100)
-    monkeypatch.setattr(data.prepare.encode, "_BATCH_ITEMS", 10)
-    encode, encoded = data.prepare.encode._encode, []
-    monkeypatch.setattr(data.prepare.encode, "_encode", lambda *task: encoded.append(task) or encode(*task))
-    lines = ['{"content": "x"}', '{"content": "y"}', '{"text": "z"}'] * 100
-    corpus.write_text("\n".join(lines) + "\n")
-    with pytest.raises(UserError, match="missing in 67 of the first 100 documents"):
-        prepare(config())
-    assert len(encoded) == 10
-
-
-def test_a_text_field_that_half_of_the_lines_lack_is_no_mistake(config, corpus):
-    corpus.write_text('{"content": "x"}\n{"text": "y"}\n')
-    with pytest.raises(UserError, match="1 document is too few"):
-        prepare(config())
 
 
 SCRIPTS = "scripts/inspect_dataset", "train"

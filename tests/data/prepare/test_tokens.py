@@ -10,7 +10,6 @@ from common.settings import UserError, decode
 from data.loader import EvalBatches
 from data.prepare.dataset import PrepareConfig, prepare
 from data.prepare.items import FOUR_BYTES, OUT_OF_RANGE, REMEDIES
-from data.prepare.tokens import TokenSource
 from data.prepare.verify import verify
 from data.shards import TokenStream, read_manifest
 
@@ -65,19 +64,20 @@ def documents(seed, n=40, first=False):
     return [token for ids in each for token in ([END, *ids] if first else [*ids, END])]
 
 
+DEFAULT = {"name": "none", "n_vocab": END}
+
+
 @pytest.mark.parametrize(
-    ("write", "name"),
+    ("write", "name", "first", "tokenizer"),
     [
-        (llm_c, "fineweb_{}_000000.bin"),
-        (llama_3, "tiny_shakespeare_{}.bin"),
-        (nano_gpt, "{}.bin"),
-        (lambda path, ids: np.save(path, np.array(ids, ">i8")), "{}.npy"),
-        (json_lines, "{}.jsonl"),
-        (json_lines, "{}-00.jsonl.gz"),
+        (llm_c, "fineweb_{}_000000.bin", False, NONE),
+        (llama_3, "tiny_shakespeare_{}.bin", True, DEFAULT),
+        (nano_gpt, "{}.bin", True, NONE),
+        (lambda path, ids: np.save(path, np.array(ids, ">i8")), "{}.npy", False, DEFAULT),
+        (json_lines, "{}.jsonl", False, DEFAULT),
+        (json_lines, "{}-00.jsonl.gz", True, NONE),
     ],
 )
-@pytest.mark.parametrize("first", [False, True], ids=["ends", "begins"])
-@pytest.mark.parametrize("tokenizer", [NONE, {"name": "none", "n_vocab": END}], ids=["given", "default"])
 def test_shards_of_every_format_come_back_as_they_are(tmp_path, folder, write, name, first, tokenizer, monkeypatch):
     monkeypatch.setattr("data.prepare.tokens._LONGEST", 100)  # ids that are read at once: documents cross them
     splits = {"train": documents(1, first=first), "val": documents(2, 3, first)}
@@ -101,14 +101,6 @@ def test_rows_are_documents_and_so_are_streams_without_an_end(tmp_path, folder, 
     nano_gpt(folder / "val.bin", range(10))
     _, found = prepared(tmp_path, {"name": "none", "n_vocab": 10})
     assert found == {"train": [0, 1, 2, 10, 3, 4, 5, 10], "val": [*range(8), 10, 8, 9, 10]}
-
-
-def test_ids_are_bytes_of_text_if_a_tokenizer_is_named(tmp_path, folder):
-    nano_gpt(folder / "train.bin", [*b"some text", 256, *"é".encode(), 256])
-    nano_gpt(folder / "val.bin", [*b"more", 256])
-    manifest, found = prepared(tmp_path, {"name": "bytes"})
-    assert found["val"] == [*b"more", 256]
-    assert {name: split.total.utf8_bytes for name, split in manifest.splits.items()} == {"train": 11, "val": 4}
 
 
 @pytest.mark.parametrize("changes", [{"val_fraction": 0.5}, {"val_tokens": 300}, {}], ids=str)
@@ -139,16 +131,12 @@ WHOLE = of(1, 2, END)
         ("a.bin", of(1, END, N, END, 3), OUT_OF_RANGE, 2),
         ("a.jsonl", b'{"tokens": [1, 2]}\n{"tokens": [-1]}\n', OUT_OF_RANGE, 2),
         ("a.jsonl", b'{"tokens": [1, 2.5]}\n', "not a list of ids", 1),
-        ("a.jsonl", b'{"tokens": [1, 100000000000000000000]}\n', "not a list of ids", 1),
         ("a.jsonl", b'{"tokens": []}\n', "empty document", 1),
         ("a.bin", WHOLE + b"\0", "size is not a multiple of 2 bytes", 1),
         ("a.bin", b"", "empty file", 1),
         ("a.bin", header(20240520, 1, 4) + WHOLE, "header does not match the file's size", 1),
-        ("a.bin", header(20240520, 1, 4)[:12], "header does not match the file's size", 1),
         ("a.bin", header(20240522, 1, 3) + WHOLE, "a header of another version, or not of tokens", 1),
         ("a.bin", np.arange(64, dtype=np.uint32).tobytes(), FOUR_BYTES, 1),
-        ("a.bin", np.arange(64, dtype=np.int64).tobytes(), FOUR_BYTES, 1),
-        ("a.jsonl", b'{"tokens": "1 2 3"}\n', "not a list of ids", 1),
         ("a.jsonl", b'{"tokens": 5}\n', "not a list of ids", 1),
         ("a.npy", b"\x93NUMPY\x01\x00", "damaged .npy file, or not of numbers", 1),
     ],
@@ -171,22 +159,6 @@ def test_four_bytes_can_be_said(tmp_path, folder):
     assert "data.dtype=uint32" in REMEDIES[FOUR_BYTES]
     with pytest.raises(UserError, match=r"give the tokenizer and the data\.dtype that made the ids"):
         prepared(tmp_path, data={"dtype": "int64"}, out_dir=str(tmp_path / "wrong"))
-
-
-@pytest.mark.parametrize("array", [np.ones(3), np.array(["a"]), np.ones((1, 1, 1), int), np.array(True)], ids=str)
-def test_other_arrays_are_refused(tmp_path, array):
-    np.save(tmp_path / "a.npy", array)
-    source = decode(TokenSource, {"name": "tokens", "path": str(tmp_path)})
-    (raw,) = source.documents()
-    assert str(raw.content) == "not an array of integers of one or two dimensions"
-
-
-def test_texts_without_a_tokenizer_are_an_error(tmp_path, folder):
-    (folder / "a.txt").write_text("text")
-    with pytest.raises(UserError, match=r"a.txt:1 is text, and tokenizer=none takes ids"):
-        prepared(tmp_path, data={"name": "text"})
-    with pytest.raises(UserError, match=r"eot_id=300 is not below n_vocab=300"):
-        prepared(tmp_path, NONE | {"eot_id": N})
 
 
 def test_every_command_has_an_answer_for_ids_without_text(tmp_path, folder, command, tiny_args):
@@ -214,11 +186,8 @@ def test_every_command_has_an_answer_for_ids_without_text(tmp_path, folder, comm
     assert all(0 <= int(word.strip(",")) < N for word in answer.split())
     assert answer.startswith("1 2, 3 ")
     assert "'300' is not an id" in command(*sample, "prompt=1 300").err
-    assert "the harness's tasks are texts" in command("scripts/lm_eval", f"checkpoint={run_dir}", "tasks=x").err
     learn = ["scripts/train_tokenizer", f"dataset_dir={dataset}", "n_vocab=300", f"out={tmp_path / 't.json'}"]
     assert "has ids without text" in command(*learn).err
     assert command("scripts/export_hf", f"checkpoint={run_dir}", f"out_dir={tmp_path / 'hf'}").status == 0
     assert not (tmp_path / "hf" / "tokenizer.json").exists()
     assert f"torch.tensor([[{END}]])" in (tmp_path / "hf" / "README.md").read_text()
-    assert command("scripts/report", f"folders={run_dir}", f"out={tmp_path / 'report.html'}").status == 0
-    assert command("scripts/plan", f"dataset_dir={dataset}").status == 0

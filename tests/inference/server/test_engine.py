@@ -1,7 +1,6 @@
 """The engine, turn by turn: a text in a batch is the same as the model would write for it alone."""
 
 import itertools
-import time
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from inference.prefill import CHUNK, Request
 from inference.sampling import SamplingConfig, draw
 from inference.server.responses import ApiError
 from inference.server.worker import Worker
-from model import graphs
 
 SAMPLING = [
     SamplingConfig(),
@@ -78,8 +76,6 @@ FORGETS = {"position": "none", "block": BLOCK, "ngrams": [1, 2]}
 MODELS = [
     {"attention": "log_space", "position": "log_recurrence"},
     {"attention": "softmax", "position": "learned"},
-    {"attention": "softmax", "position": "rotary"},
-    {"attention": "sliding_window", "position": "none"},
     {"attention": "strided", "position": "rotary"},
     {"attention": {"name": "log_space", "product": True, **PARTS}, **FORGETS},
     {"attention": {"name": "softmax", **PARTS}, **FORGETS},
@@ -101,29 +97,6 @@ def test_texts_that_come_and_go_are_what_each_would_be_alone(make_engine, make_g
     for reader in readers:
         assert reader.text == alone(engine, reader)
     assert len({reader.text for reader in readers}) > 6
-
-
-@pytest.mark.parametrize("model", [MODELS[0], {"attention": "linear", "position": "none"}], ids=["log_space", "linear"])
-def test_with_graphs_they_are_the_same(make_engine, make_gpt, monkeypatch, model):
-    """A function stands in for a graph: it runs a step again on the same memory."""
-    recorded = []
-
-    def record(step):
-        result = step().clone()
-        recorded.append(len(result))
-        return lambda: result.copy_(step()), result
-
-    monkeypatch.setattr(graphs, "use_graphs", lambda gpt, state: True)
-    monkeypatch.setattr(graphs, "record", record)
-    test_texts_that_come_and_go_are_what_each_would_be_alone(make_engine, make_gpt, model, True)
-    assert sorted(recorded) == [1, 2, 4]
-
-
-def test_a_prompt_of_many_pieces_is_read_as_one(make_engine):
-    engine = make_engine()
-    reader = written(engine, b"0123456789" * 60, max_tokens=20)
-    assert len(reader.request.ids) > 2 * CHUNK
-    assert reader.text == alone(engine, reader)
 
 
 def test_all_streams_are_read_in_one_forward_pass(make_engine, monkeypatch):
@@ -153,32 +126,6 @@ def test_a_long_prompt_holds_up_neither_texts_nor_other_prompts(make_engine):
     assert told
 
 
-def test_whoever_waits_is_next(make_engine):
-    engine = make_engine(max_streams=2)
-    readers = [submit(engine, max_tokens=4, seed=i, sampling=SamplingConfig(top_k=3)) for i in range(8)]
-    ended = []
-    while len(ended) < 8:
-        engine.turn()
-        ended += [i for i, reader in enumerate(readers) if reader.finished and i not in ended]
-    assert all(abs(place - i) <= 1 for place, i in enumerate(ended))
-
-
-def test_the_queue_has_an_end(make_engine):
-    worker = Worker(make_engine(max_streams=2), max_queue=1)
-    readers = [submit(worker) for _ in range(3)]
-    with pytest.raises(ApiError, match="3 texts are being written or waiting already: try again"):
-        submit(worker)
-    worker.turn()
-    assert worker.load == (2, 1)
-    with pytest.raises(ApiError, match="try again"):
-        submit(worker)
-    turn_until_ended(worker, readers)
-    several = [generation() for _ in range(4)]
-    with pytest.raises(ApiError, match="try again"):  # all or none
-        worker.submit(several)
-    worker.submit(several[:3])
-
-
 @pytest.mark.parametrize("turns", [0, 1, 3])
 def test_who_leaves_frees_the_place(make_engine, turns):
     """Cancelled while it waits, while its prompt is read, and while it is written."""
@@ -192,17 +139,6 @@ def test_who_leaves_frees_the_place(make_engine, turns):
     assert stays.text == alone(engine, stays)
     assert not leaves.finished
     assert engine.n_admitted == 0
-
-
-def test_columns_of_longer_texts_that_left_are_given_back(make_engine, make_gpt):
-    """Otherwise a cache would grow forever as long as the server is never idle."""
-    engine = make_engine(gpt=make_gpt("softmax", "rotary"))
-    submit(engine, b"long" * 100, max_tokens=3)
-    for _ in range(10):
-        submit(engine, max_tokens=12, sampling=SamplingConfig(temperature=0))
-        for _ in range(6):
-            engine.turn()
-    assert engine._texts.state.layers[0].k.shape[2] < 30
 
 
 class Faulty(torch.nn.Module):
@@ -270,30 +206,6 @@ def test_probabilities_are_those_of_the_whole_text(make_engine, monkeypatch):
         assert len(token.top) in (3, 4)
 
 
-def test_offsets_cut_the_text_at_its_tokens_also_after_a_prompt_that_ends_inside_a_character(make_engine):
-    whole = written(make_engine(), "né 日本".encode(), max_tokens=30, seed=4, n_top=0, echo=True)
-    assert whole.text.startswith("né 日本")
-    assert [token.offset for token in whole.tokens[:11]] == [0, 1, 1, 2, 3, 3, 3, 4, 4, 4, 5]
-    assert None not in [token.logprob for token in whole.tokens]
-    prompt = "né 日".encode()[:-1]
-    reader = written(make_engine(), prompt, max_tokens=30, seed=4, n_top=0, echo=True)
-    first, drawn = len(prompt.decode(errors="replace")), bytes(reader.drawn)
-    for n, token in enumerate(reader.tokens[len(prompt) :]):
-        if drawn[n] < 128:  # no part of a longer character
-            assert token.offset == first + len(drawn[:n].decode(errors="replace"))
-            assert reader.text[token.offset] == chr(drawn[n])
-
-
-def test_nothing_foretells_a_token_that_begins_a_text(make_engine):
-    engine = make_engine()
-    reader = written(engine, b"ab", prompt_start=0, max_tokens=0, n_top=1, echo=True)
-    assert reader.text == "<|endoftext|>ab"
-    assert [token.id for token in reader.tokens] == [256, *b"ab"]
-    assert reader.tokens[0].logprob is None
-    assert reader.tokens[1].logprob < 0
-    assert (reader.finish_reason, len(reader.drawn)) == ("length", 0)
-
-
 def test_an_engine_that_stops_tells_everyone(make_engine):
     worker = Worker(make_engine(max_streams=2), max_queue=100)
     readers = [submit(worker, max_tokens=10**9) for _ in range(5)]
@@ -304,26 +216,3 @@ def test_an_engine_that_stops_tells_everyone(make_engine):
     assert all(reader.error.code == "stopping" for reader in readers)
     with pytest.raises(ApiError, match="stopping"):
         submit(worker)
-
-
-def test_an_engine_whose_upkeep_fails_tells_everyone_and_goes_on(make_engine, monkeypatch):
-    engine = make_engine(max_streams=2)
-    worker = Worker(engine, max_queue=100)
-    keep, failures = engine._keep_unfinished, iter([MemoryError("no memory")])
-
-    def failing():
-        for error in failures:
-            raise error
-        keep()
-
-    monkeypatch.setattr(engine, "_keep_unfinished", failing)
-    worker.start()
-    deadline = time.monotonic() + 60
-    for _ in range(2):
-        texts = [submit(worker, max_tokens=3) for _ in range(3)]
-        while not all(text.finished for text in texts):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    worker.stop()
-    worker.join()
-    assert [text.error for text in texts] == [None] * 3

@@ -1,8 +1,6 @@
 """scripts/serve.py in a separate process, with a real HTTP client."""
 
-import asyncio
 import json
-import shlex
 import signal
 import socket
 import time
@@ -12,19 +10,14 @@ from itertools import islice, takewhile
 import pytest
 import torch
 from printed import assert_one_line
-from texts import BYTES, CHAT
+from texts import CHAT
 
-from cli.help import help_of
-from inference.engine import Engine, generate
-from inference.generation import Generation
-from inference.prefill import CHUNK, Request
+from inference.engine import generate
 from inference.sampling import SamplingConfig
 
 pytest.importorskip("fastapi", reason="the server's packages are not installed: pip install -e '.[serve]'")
 
-from inference.server.completions import stream
 from inference.server.protocol import ChatRequest
-from inference.server.responses import CompletionResponse
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed: pip install -e '.[dev]'")
 FOREVER = {"max_tokens": 100_000, "temperature": 0, "repetition_penalty": 1}
@@ -40,15 +33,6 @@ def complete(client, **body):
     response = client.post("/v1/completions", json=body)
     assert response.status_code == 200, response.text
     return response.json()
-
-
-def test_the_request_that_help_shows_is_answered(client):
-    (line,) = (line for line in help_of("serve").splitlines() if line.strip().startswith("curl "))
-    _, url, _, header, _, body = shlex.split(line)
-    name, value = header.split(": ")
-    response = client.post(httpx.URL(url).path, headers={name: value}, content=body)
-    assert response.status_code == 200, response.text
-    assert response.json()["choices"][0]["text"]
 
 
 def events(lines):
@@ -106,34 +90,6 @@ def test_a_conversation_reads_its_beginning_once(client, make_gpt):
     assert reused == [0, 511, 767]  # whole pieces of 256, of which <|endoftext|> is no part of the prompt
 
 
-def test_the_progress_of_a_long_prompt_is_a_comment_of_the_stream(monkeypatch, make_gpt):
-    monkeypatch.setattr("inference.generation._SECONDS_BETWEEN_REPORTS", -1.0)
-    news, ids = [], (256, *b"x" * 5000)
-    text = Generation(Request(ids, 1, seed=1, prompt_start=1), BYTES)
-    text.tell = news.append
-    engine = Engine(make_gpt(endless=True), 257, 1, interleave=True)
-    engine.submit([text])
-    while not text.finished:
-        engine.turn()
-    *progress, last_update = news
-    assert [each.n_read for each in progress] == [*range(256, 5001, 256), 5001]
-
-    async def each():
-        for one in (*progress[1:], last_update):
-            yield 0, one
-
-    async def collect():
-        response = CompletionResponse("tiny", [text], BYTES, 1)
-        return [event async for event in stream((0, progress[0]), each(), response, True)]
-
-    *comments, last, usage, done = asyncio.run(collect())
-    assert comments[0] == ": 256 of 5001 prompt tokens read\n\n"
-    assert len(comments) == len(progress)
-    assert json.loads(last.removeprefix("data: "))["choices"][0]["text"] == text.text
-    assert json.loads(usage.removeprefix("data: "))["usage"]["prompt_tokens"] == 5000
-    assert done == "data: [DONE]\n\n"
-
-
 def test_every_choice_has_its_prompt_and_its_seed(client, make_gpt):
     answer = complete(client, prompt=["a", "bc"], n=2, max_tokens=9, seed=5)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
@@ -144,20 +100,6 @@ def test_every_choice_has_its_prompt_and_its_seed(client, make_gpt):
     assert answer["usage"]["completion_tokens"] == 36
     one, other = complete(client, prompt=["a", "a"], max_tokens=9)["choices"]
     assert one["text"] != other["text"]
-
-
-def test_token_ids_are_a_prompt_as_good_as_text(client):
-    asked = {"max_tokens": 8, "seed": 1}
-    one, ids = (complete(client, prompt=prompt, **asked)["choices"][0]["text"] for prompt in ("ab", [97, 98]))
-    several = complete(client, prompt=[[97, 98], [256, 97, 98]], **asked)["choices"]
-    assert [one] * 3 == [ids, *(choice["text"] for choice in several)]
-
-
-def test_what_is_null_or_as_usual_has_its_default(client):
-    usual = {"best_of": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "user": "me"}
-    usual |= dict.fromkeys(["temperature", "stop", "max_tokens", "n", "logprobs", "suffix"])
-    answer = complete(client, model="tiny", **usual)
-    assert answer["usage"]["completion_tokens"] == 16
 
 
 def test_a_stream_says_the_same_in_pieces(client):
@@ -176,47 +118,19 @@ def test_a_stream_says_the_same_in_pieces(client):
             assert [value for piece in pieces for value in piece["logprobs"][key]] == values
 
 
-def test_probabilities_have_openais_form(client):
-    logprobs = complete(client, prompt="é", max_tokens=3, logprobs=2, echo=True, seed=1)["choices"][0]["logprobs"]
-    assert logprobs["tokens"][:2] == ["bytes:\\xc3", "bytes:\\xa9"]
-    assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(logprobs["text_offset"]) == 5
-    listed = zip(*(logprobs[key] for key in ("tokens", "token_logprobs", "top_logprobs")), strict=True)
-    for token, logprob, top in listed:
-        assert top[token] == logprob <= 0
-        assert len(top) in (2, 3)
-
-
-def test_a_stop_string_ends_a_completion(client):
-    text = complete(client, prompt="x", max_tokens=60, seed=2)["choices"][0]["text"]
-    stop = text[20:23]
-    for given in (stop, ["not there", stop]):
-        choice = complete(client, prompt="x", max_tokens=60, seed=2, stop=given, logprobs=0)["choices"][0]
-        assert choice["text"] == text[: text.index(stop)]
-        assert 0 < max(choice["logprobs"]["text_offset"]) < len(choice["text"]), "what is left out has no probabilities"
-        assert choice["finish_reason"] == "stop"
-
-
 BAD = [
     ({"prompt": 5}, "prompt", "prompt=5: give a text"),
-    ({"prompt": ["a", [97]]}, "prompt", "give a text, a list of token ids"),
     ({"prompt": [97, 257]}, "prompt", "token id 257: this model's are 0 to 256"),
     ({"prompt": "x" * 2001}, "prompt", "prompt has 2001 tokens: this server takes at most 2000"),
     ({"max_tokens": 100_001}, "max_tokens", "max_tokens=100001 is too much: this server gives at most 100000"),
     ({"max_tokens": "9"}, "max_tokens", 'max_tokens="9": Input should be a valid integer'),
     ({"n": 21}, "n", "n=21 for each of 1 prompt are 21 texts: this server takes at most 20 at once"),
-    ({"temperature": -1}, "temperature", "temperature=-1"),
-    ({"repetition_penalty": 1e39}, "repetition_penalty", "penalty=1e+39: Input should be less than or equal to 1000"),
-    ({"n": True}, "n", "n=true: Input should be a valid integer"),
-    ({"stream_options": 5}, "stream_options", "stream_options=5: Input should be an object"),
     ({"response_format": {"type": "json_object"}}, "response_format", "response_format is not supported: leave it"),
     ({"stop": ["a", ""]}, "stop", "1 to 256 characters"),
-    ({"stream_options": {"include_usage": 5}}, "stream_options", "stream_options.include_usage=5"),
     ({"max_token": 3}, "max_token", "unknown key 'max_token': did you mean 'max_tokens'?"),
     ({"presence_penalty": 0.5}, "presence_penalty", "presence_penalty is not supported: use repetition_penalty"),
-    ({"best_of": 2}, "best_of", "best_of is not supported"),
     ([], None, "not a JSON object"),
     (b"{", None, "not JSON"),
-    (b'{"temperature": NaN}', None, "not JSON"),
     (b'{"prompt": "\\ud800"}', None, "surrogate"),
     (b"[" * 65 + b"]" * 65, None, "levels deep"),
 ]
@@ -253,15 +167,6 @@ def test_other_errors_have_that_form_too(client):
     check(405, client.get("/v1/completions"), f"Method Not Allowed: {paths}")
     check(415, client.post("/v1/completions", content=b"{}"), "Content-Type is missing: send JSON")
     check(413, client.post("/v1/completions", json={"prompt": "x" * 2**24}), "larger than 16,777,216 bytes")
-
-
-def test_models_are_listed(client, chat_client):
-    listed = client.get("/v1/models").json()
-    assert [model["id"] for model in listed["data"]] == ["tiny"]
-    assert client.get("/v1/models/tiny").json() == listed["data"][0]
-    assert [listed["data"][0]["chat"], chat_client.get("/v1/models").json()["data"][0]["chat"]] == [False, True]
-    schema = client.get("/openapi.json").json()["paths"]["/v1/completions"]["post"]["requestBody"]
-    assert "min_p" in schema["content"]["application/json"]["schema"]["properties"]
 
 
 def test_requests_by_another_name_or_from_another_site_are_refused(client):
@@ -304,9 +209,8 @@ def answer(client, **body):
     return response.json()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_an_answer_is_what_the_model_generates_to_the_first_marker(chat_client, chat_gpt, seed):
-    sampling = {"temperature": 2.0, "top_p": 0.99}
+def test_an_answer_is_what_the_model_generates_to_the_first_marker(chat_client, chat_gpt):
+    seed, sampling = 1, {"temperature": 2.0, "top_p": 0.99}
     said = answer(chat_client, model="talker", messages=TALK, max_completion_tokens=300, seed=seed, **sampling)
     ids = CHAT.encode_chat([("system", "Be brief."), ("user", "2+3?")], answer=True)
     drawn = drawn_by(chat_gpt, ids, 300, seed, **sampling)
@@ -339,46 +243,14 @@ def test_a_stream_of_a_chat_says_the_same_in_pieces(chat_client):
         assert all(token["top_logprobs"][0]["logprob"] >= token["logprob"] for token in tokens)
 
 
-@pytest.mark.slow
-def test_openais_client_talks_to_it(chat_served):
-    openai = pytest.importorskip("openai", reason="openai is not installed: pip install openai")
-    with openai.OpenAI(base_url=f"{chat_served.url}/v1", api_key="none") as client:
-        talk, asked = [*TALK], {"model": client.models.list().data[0].id, "max_completion_tokens": 40, "seed": 3}
-        for _ in range(2):
-            whole = client.chat.completions.create(messages=talk, **asked)
-            streams = {"stream": True, "stream_options": {"include_usage": True}}
-            *chunks, last = client.chat.completions.create(messages=talk, **asked, **streams)
-            said = whole.choices[0].message
-            assert (said.role, said.content) == ("assistant", "".join(one.choices[0].delta.content for one in chunks))
-            assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
-            assert last.usage == whole.usage
-            talk += [said, {"role": "user", "content": "And 2+2?"}]
-        with pytest.raises(openai.BadRequestError, match=r"messages\.6: a message to or from a tool"):
-            client.chat.completions.create(messages=[*talk, {"role": "tool", "content": "4"}], **asked)
-
-
-def test_a_turn_reads_what_it_adds_the_last_answer_and_less_than_a_chunk(chat_client):
-    talk, before, limits = [], 0, {"max_tokens": 30, "seed": 1}
-    for turn in range(3):
-        talk.append({"role": "user", "content": f"{turn}: a long question. " * 20})
-        said = answer(chat_client, messages=talk, **limits)
-        talk.append(said["choices"][0]["message"] | {"refusal": None, "tool_calls": None})  # as OpenAI's client has it
-        read, cached = said["usage"]["prompt_tokens"], said["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert cached == (before + 1) // CHUNK * CHUNK - bool(turn)  # <|endoftext|> is not counted
-        before = read
-    assert before > 4 * CHUNK
-
-
 @pytest.mark.parametrize(
     ("body", "param", "reason"),
     [
         ({}, "messages", "messages: Field required"),
         ({"messages": "a"}, "messages", 'messages="a": Input should be an array'),
-        ({"messages": []}, "messages", "messages=[]: List should have at least 1 item"),
         ({"messages": [*TALK, {"role": "critic"}]}, "messages", "messages.2: a message whose role is not system, user"),
         ({"messages": [{"role": "user", "content": "x" * 2001}]}, "messages", "messages has 2003 tokens: this server"),
         ({"max_completion_tokens": 10**6}, "max_tokens", "max_tokens=1000000 is too much"),
-        ({"top_logprobs": 21}, "top_logprobs", "top_logprobs=21"),
         ({"prompt": "a"}, "prompt", "unknown key 'prompt'"),
         ({"tools": [{}]}, "tools", "tools is not supported: leave it out"),
     ],
