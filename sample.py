@@ -3,7 +3,7 @@
 from cli import command
 
 if __name__ == "__main__":
-    texts = ("prompt", "stop", "system")
+    texts = ("prompt", "message", "stop", "system")
     command(
         "sample", "inference.sample:run_sampling", "inference.sample:SampleConfig", text_keys=texts
     )

@@ -4,6 +4,12 @@ from cli import command
 
 if __name__ == "__main__":
     message = "interrupted; the same command continues from the last checkpoint"
-    check = "trainer.loop:check"
-    run, settings, text_keys = "trainer.loop:fit", "trainer.config:TrainConfig", ("eval.prompt",)
-    command("train", run, settings, text_keys, when_interrupted=message, check=check)
+    command(
+        "train",
+        "trainer.loop:fit",
+        "trainer.config:TrainConfig",
+        text_keys=("eval.prompt",),
+        when_interrupted=message,
+        check="trainer.loop:check",
+        after_sweep="tools.report:show_runs",
+    )

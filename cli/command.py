@@ -35,6 +35,7 @@ def command(
     text_keys: tuple[str, ...] = (),
     when_interrupted: str = "interrupted",
     check: str | None = None,
+    after_sweep: str | None = None,
 ) -> None:
     """Compose configs/<config_name>.yaml with the options of the command line, and run.
 
@@ -48,6 +49,7 @@ def command(
         when_interrupted: the answer to Ctrl-C.
         check: the name of a function that raises UserError for what can be known before `run`; a
             sweep calls it for all jobs before the first one runs.
+        after_sweep: the name of a function that gets the folder of a sweep that is done.
     """
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
@@ -74,7 +76,9 @@ def command(
         return function(decoded) if settings else function(**dict(decoded))
 
     try:
-        status = reported(lambda: _run(config_name, work, texts, debug), debug, when_interrupted)
+        status = reported(
+            lambda: _run(config_name, work, texts, debug, after_sweep), debug, when_interrupted
+        )
     except SystemExit as stopped:
         exits.leave(stopped.code)
     if status or exits.at_once:
@@ -126,7 +130,9 @@ def reported(run: Callable[[], None], debug: bool, when_interrupted: str) -> int
     return status
 
 
-def _run(config_name: str, run: Command, texts: dict[str, str], debug: bool) -> None:
+def _run(
+    config_name: str, run: Command, texts: dict[str, str], debug: bool, after_sweep: str | None
+) -> None:
     words = sys.argv[1:]
     if re.search("[\udc80-\udcff]", " ".join(words)):  # Python's form of other bytes
         raise UserError("an option is not in UTF-8, which JSON files need: rename what it names")
@@ -138,7 +144,10 @@ def _run(config_name: str, run: Command, texts: dict[str, str], debug: bool) -> 
         key = option.partition("=")[0]
         overrides.append(f"{key}=null" if key in texts else option)
     if flags.multirun:
-        return run_sweep(config_name, overrides, flags.config_dir, run, debug)
+        folder = run_sweep(config_name, overrides, flags.config_dir, run, debug)
+        if after_sweep:
+            resolve_name(after_sweep)(folder)
+        return None
     if config_name in ("train", "plan"):
         config = compose_run(config_name, overrides, flags.config_dir, complete=not flags.cfg)
     else:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from functools import partial
 from pathlib import Path
-from pkgutil import resolve_name
 
 import hydra
 import yaml
@@ -50,8 +49,11 @@ class AlreadyReportedError(Exception):
 
 def run_sweep(
     config_name: str, options: list[str], config_dir: str | None, run: Command, debug: bool
-) -> None:
+) -> Path:
     """Run a command once for every combination of values that Hydra's sweeper asks for.
+
+    Returns:
+        The folder of the runs.
 
     Raises:
         UserError: an option is wrong, or jobs have failed.
@@ -98,8 +100,7 @@ def run_sweep(
         hydra.main(version_base="1.3", config_path=None, config_name="sweep")(job)()
         if chosen.runtime.choices["hydra/sweeper"] == "optuna":
             _check_search(folder)
-        if config_name == "train":
-            resolve_name("tools.report:show_runs")(folder)
+        return folder
     except (AlreadyReportedError, BrokenExecutor) as error:
         why = (
             "a worker was killed: no memory?"

@@ -311,7 +311,7 @@ def test_a_chat_model_answers_messages_and_another_says_what_it_does(command, ru
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     empty = command("sample", f"checkpoint={tmp_path / 'chat'}", "runtime.device=cpu", "interactive=true")
     assert "(0 tokens)\n" in empty.err, "that none was drawn is no reason to try another prompt"
-    assert plain.out.startswith("2+3?\n5")
+    assert plain.out.startswith("2+3?\n4+2?5")
     draw_these(monkeypatch, [*b"5", CHAT.end_id] * 4)
     typed = [f"checkpoint={tmp_path / 'chat'}", "runtime.device=cpu"]
     asked = command("sample", *typed, "message=2+3?", "system=Sum.", "output=json")

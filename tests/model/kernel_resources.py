@@ -2,8 +2,9 @@
 
 python tests/model/kernel_resources.py '{"capability": 90, "operator": "log_attention", "dtype": "bfloat16", "d": 32,
 "d_v": 32, "gates": true, "carried": true, "of_values": "bfloat16"}' prints a line of JSON for each kernel; several
-arguments are several cases, of one compute capability. With "assembled": false, without what only machine code shows. A
-process that has compiled for an absent GPU cannot run kernels.
+arguments are several cases, of one compute capability. With "only": "sweep", only kernels with this in their name are
+compiled; with "assembled": false, without what only machine code shows. A process that has compiled for an absent GPU
+cannot run kernels.
 """
 
 import json
@@ -34,7 +35,7 @@ class NotAssembled(Exception):
     """Raised in place of ptxas, which takes as long as Triton, with the kernel's metadata and PTX."""
 
 
-def compiled(launch: Callable[[], None], capability: int, assembled: bool = True) -> dict[str, Any]:
+def compiled(launch: Callable[[], None], capability: int, only: str = "", assembled: bool = True) -> dict[str, Any]:
     """The kernels that `launch` launches, compiled for a GPU of this compute capability and not run."""
     target = GPUTarget("cuda", capability, 32)
     gpu = SimpleNamespace(
@@ -44,11 +45,12 @@ def compiled(launch: Callable[[], None], capability: int, assembled: bool = True
     run = JITFunction.run
 
     def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        try:
-            found[kernel.__name__] = run(kernel, *arguments, grid=grid, warmup=True, **options)
-        except NotAssembled as known:
-            metadata, ptx = known.args
-            found[kernel.__name__] = SimpleNamespace(metadata=SimpleNamespace(**metadata), asm={"ptx": ptx})
+        if only in kernel.__name__:
+            try:
+                found[kernel.__name__] = run(kernel, *arguments, grid=grid, warmup=True, **options)
+            except NotAssembled as known:
+                metadata, ptx = known.args
+                found[kernel.__name__] = SimpleNamespace(metadata=SimpleNamespace(**metadata), asm={"ptx": ptx})
 
     def stop(backend: Any, source: Any, metadata: dict[str, Any], *rest: Any) -> None:
         raise NotAssembled(metadata, source)
@@ -141,8 +143,8 @@ def main(cases: list[str]) -> None:
         given = json.loads(case)
         capability, launch = given.pop("capability"), LAUNCH[given.pop("operator")]
         given |= {key: getattr(torch, given[key]) for key in ("dtype", "of_values") if key in given}
-        assembled = given.pop("assembled", True)
-        for kernel, binary in compiled(partial(launch, **given), capability, assembled).items():
+        how = {key: given.pop(key) for key in ("only", "assembled") if key in given}
+        for kernel, binary in compiled(partial(launch, **given), capability, **how).items():
             print(json.dumps({"kernel": kernel} | resources(binary)), flush=True)
 
 

@@ -1,6 +1,7 @@
 """The choice between kernels and plain torch, and the compilation of kernels for GPUs that are not here."""
 
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from model.ops import custom, triton_launch
 from model.ops import log_attention as operator
 from model.ops.linear_cross_entropy import summed_loss
 from model.ops.log_attention import log_attention
+from model.ops.log_attention import triton as kernels
 from model.ops.log_recurrence import log_recurrence
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,6 +118,19 @@ def test_kernels_of_log_attention_agree_with_the_definition_in_the_interpreter(d
     agreement.log_attention("cpu", dtypes, sizes, lengths=(5,))
 
 
+@pytest.mark.parametrize("dimension", [0, 1, 2])
+def test_a_kernel_with_a_wrong_stride_is_found(monkeypatch, dimension):
+    """Of the batch, heads or tokens."""
+
+    def wrong(x, tokens=kernels._tokens):
+        pointer, strides = tokens(x)
+        return kernels.Tokens(pointer, (*strides[:dimension], 1, *strides[dimension + 1 :]))
+
+    monkeypatch.setattr(kernels, "_tokens", wrong)
+    with pytest.raises(AssertionError, match="log_y is off by"):
+        agreement.log_attention("cpu", [*BFLOAT16, torch.float32], (4, 4, 3, 1), lengths=(5,))
+
+
 @pytest.mark.parametrize(
     ("capability", "bundled", "newer", "cuda", "names"),
     [
@@ -153,7 +168,7 @@ def right_for_hopper(row):
     return row["wgmma"] == 0 and float(row["ptx"]) >= 8.8
 
 
-@pytest.mark.parametrize("capability", [90, 120])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.slow
 def test_kernels_of_loss_and_recurrence_compile_for_gpus_that_are_not_here(kernel_resources, capability):
     cases = [
@@ -178,7 +193,6 @@ def test_kernels_of_loss_and_recurrence_compile_for_gpus_that_are_not_here(kerne
 def test_kernels_of_log_attention_compile_for_gpus_that_are_not_here(kernel_resources, capability, dtype, d, kinds):
     """The interpreter lacks the compiler's types: a variable keeps its own, and its shape, in a loop."""
     given = {"capability": capability, "operator": "log_attention", "dtype": dtype, "d": d, "d_v": d}
-    given["assembled"] = False
     cases = [given | {"gates": gates, "carried": state, "of_values": values} for gates, state, values in kinds]
     cases.append(cases[-1] | {"segments": 3})
     rows = kernel_resources(*cases)
@@ -186,3 +200,65 @@ def test_kernels_of_log_attention_compile_for_gpus_that_are_not_here(kernel_reso
     assert [row["kernel"] for row in rows] == kernels * len(cases)
     assert all(row["shared"] <= 99 * 1024 for row in rows)  # which every GPU from 8.0 on has
     assert all(map(right_for_hopper, rows)) or capability != 90
+
+
+SHARED = {80: 99, 90: 227, 100: 227, 120: 99}
+"""KiB of shared memory that a program can have, by compute capability.
+
+Triton's code for 8.0 is that for 8.6 and 8.9, which have less shared memory.
+"""
+SHIPPED = {"flagship": (64, 64, True), "flagship_1m": (64, 32, True), "heinsen": (32, 32, False)}
+MOST = {"bfloat16": 128, "float16": 64, "float32": 64}
+"""Features of a key by type, with gates, in docs/kernels.md."""
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.slow
+def test_kernels_fit_where_the_documentation_says_so_and_those_of_shipped_models_compute_every_exponential_once(
+    kernel_resources, capability
+):
+    """On 8.0 and 9.0, heads of 32 features spill nothing, and those of 64 little. The exact kernels need less."""
+    given = {"capability": capability, "operator": "log_attention", "carried": False, "only": "sweep"}
+    in_bfloat16 = given | {"dtype": "bfloat16", "of_values": "bfloat16"}
+    shipped = [in_bfloat16 | {"d": d, "d_v": e, "gates": gates} for d, e, gates in SHIPPED.values()]
+    of_type = [given | {"dtype": dtype, "of_values": dtype, "d": d, "d_v": d} for dtype, d in MOST.items()]
+    rows = kernel_resources(*shipped, *(case | {"gates": True, "assembled": False} for case in of_type))
+    assert [row["kernel"] for row in rows] == ["forward_sweep", "backward_sweep"] * 6
+    assert all(row["shared"] <= SHARED[capability] * 1024 for row in rows)
+    assert all(map(right_for_hopper, rows)) or capability != 90
+    for (d, e, gates), row in zip([shape for shape in SHIPPED.values() for _ in range(2)], rows, strict=False):
+        threads, exponentials = 32 * row["warps"], 64 * (2 * d + e + 64 * gates)  # of a chunk of 64 tokens
+        assert row["ex2"] <= 1.2 * exponentials / threads
+        most = {"forward_sweep": 576 if capability == 80 else 720, "backward_sweep": 288}  # 9.0: without wgmma
+        spilled = 0 if d == 32 else most[row["kernel"]]  # bytes of a thread
+        assert capability not in (80, 90) or row["stack"] <= spilled
+
+
+def in_segments(capability):
+    """Cases without gates and with them, as arguments of kernel_resources.py."""
+    given = {"capability": capability, "operator": "log_attention", "dtype": "bfloat16", "of_values": "bfloat16"}
+    given |= {"d": 32, "d_v": 32, "carried": True, "segments": 2, "assembled": False}
+    return [given | {"gates": gates} for gates in (False, True)]
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.slow
+def test_kernels_compile_in_segments(kernel_resources, capability):
+    assert len(kernel_resources(*in_segments(capability))) == 8
+
+
+@pytest.mark.slow
+def test_kernels_compile_with_triton_3_6(run_process, tmp_path, monkeypatch):
+    """The oldest version that pyproject.toml allows; it comes with torch 2.11."""
+    line = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path, "triton==3.6.0"]
+    done = subprocess.run(line, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"pip cannot install triton 3.6: {done.stderr.strip().splitlines()[-1]}")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    script = Path(__file__).with_name("kernel_resources.py")
+    rows = {}
+    for capability in SHARED:
+        [result] = run_process([script, *map(json.dumps, in_segments(capability))])
+        rows[capability] = [json.loads(line) for line in result.out.splitlines()]
+    assert [len(each) for each in rows.values()] == [8] * len(SHARED)
+    assert all(map(right_for_hopper, rows[90]))
