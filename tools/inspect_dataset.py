@@ -98,7 +98,7 @@ def _show(
     for row, text in enumerate(texts):
         if len(texts) > 1:
             say(
-                f"--- row {row}, {'all' if shown == length else f'the first {shown}'} of "
-                f"{length} tokens:"
+                f"--- row {row:,}, {'all' if shown == length else f'the first {shown:,}'} of "
+                f"{length:,} tokens:"
             )
         say(text)

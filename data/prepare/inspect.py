@@ -60,7 +60,7 @@ def documents_table(
 ) -> Table:
     """Return a table of the documents in windows [start, stop) of a split, and their inputs."""
     table = table_of(
-        ["set", "input"], ["number", "its tokens", "of", "row", "at token of the split"]
+        ["set", "input"], ["document", "tokens read", "of", "row", "offset in the split"]
     )
     for row, (start, stop) in enumerate(windows):
         for document in documents_in(dataset_dir, manifest, split, start, stop):
@@ -69,11 +69,11 @@ def documents_table(
             table.add_row(
                 visible(document.set_name),
                 visible(document.input),
-                f"{document.number}",
+                f"{document.number:,}",
                 f"{begin - document.start:,} - {end - document.start:,}",
                 f"{document.stop - document.start:,}",
-                f"{row}",
-                f"{begin}",
+                f"{row:,}",
+                f"{begin:,}",
             )
     return table
 
