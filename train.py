@@ -6,4 +6,4 @@ if __name__ == "__main__":
     message = "interrupted; the same command continues from the last checkpoint"
     check = "trainer.loop:check"
     run, settings, text_keys = "trainer.loop:fit", "trainer.config:TrainConfig", ("eval.prompt",)
-    command("train", run, settings, text_keys, when_interrupted=message, check=check)
+    command("train", run, settings, text_keys, message, check, show="tools.report:show_runs")

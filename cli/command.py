@@ -36,6 +36,7 @@ def command(
     text_keys: tuple[str, ...] = (),
     when_interrupted: str = "interrupted",
     check: str | None = None,
+    show: str | None = None,
 ) -> None:
     """Compose configs/<config_name>.yaml with the options of the command line, and run.
 
@@ -49,6 +50,7 @@ def command(
         when_interrupted: the answer to Ctrl-C.
         check: the name of a function that raises UserError for what can be known before `run`; a
             sweep calls it for all jobs before the first one runs.
+        show: the name of a function that prints the runs in a sweep's folder.
     """
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
@@ -73,7 +75,9 @@ def command(
         return function(decoded) if settings else function(**dict(decoded))
 
     try:
-        status = reported(lambda: _run(config_name, work, texts, debug), debug, when_interrupted)
+        status = reported(
+            lambda: _run(config_name, work, texts, show, debug), debug, when_interrupted
+        )
     except SystemExit as stopped:
         exits.leave(stopped.code)
     if status or exits.at_once:
@@ -125,9 +129,13 @@ def reported(run: Callable[[], None], debug: bool, when_interrupted: str) -> int
     return status
 
 
-def _run(config_name: str, run: Command, texts: dict[str, str], debug: bool) -> None:
+def _run(
+    config_name: str, run: Command, texts: dict[str, str], show: str | None, debug: bool
+) -> None:
     words = sys.argv[1:]
     if re.search("[\udc80-\udcff]", " ".join(words)):  # Python's form of other bytes
+        if sys.getfilesystemencoding() != "utf-8":
+            raise UserError("the locale has no characters but ASCII: set LC_ALL=C.UTF-8")
         raise UserError("an option is not in UTF-8, which JSON files need: rename what it names")
     flags = _parser(config_name).parse_intermixed_args(words)
     if flags.help:
@@ -137,7 +145,7 @@ def _run(config_name: str, run: Command, texts: dict[str, str], debug: bool) -> 
         key = option.partition("=")[0]
         overrides.append(f"{key}=null" if key in texts else option)
     if flags.multirun:
-        return run_sweep(config_name, overrides, flags.config_dir, run, debug)
+        return run_sweep(config_name, overrides, flags.config_dir, run, show, debug)
     if config_name in ("train", "plan"):
         config = compose_run(config_name, overrides, flags.config_dir, complete=not flags.cfg)
     else:

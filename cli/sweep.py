@@ -49,9 +49,16 @@ class AlreadyReportedError(Exception):
 
 
 def run_sweep(
-    config_name: str, options: list[str], config_dir: str | None, run: Command, debug: bool
+    config_name: str,
+    options: list[str],
+    config_dir: str | None,
+    run: Command,
+    show: str | None,
+    debug: bool,
 ) -> None:
     """Run a command once for every combination of values that Hydra's sweeper asks for.
+
+    show: the name of a function that prints what is in the folder of the runs.
 
     Raises:
         UserError: an option is wrong, or jobs have failed.
@@ -98,8 +105,8 @@ def run_sweep(
         hydra.main(version_base="1.3", config_path=None, config_name="sweep")(job)()
         if chosen.runtime.choices["hydra/sweeper"] == "optuna":
             _check_search(folder)
-        if config_name == "train":
-            resolve_name("tools.report:show_runs")(folder)
+        if show is not None:
+            resolve_name(show)(folder)
     except (AlreadyReportedError, BrokenExecutor) as error:
         why = (
             "a worker was killed: no memory?"
