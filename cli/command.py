@@ -135,6 +135,8 @@ def _run(
 ) -> None:
     words = sys.argv[1:]
     if re.search("[\udc80-\udcff]", " ".join(words)):  # Python's form of other bytes
+        if sys.getfilesystemencoding() != "utf-8":
+            raise UserError("the locale has no characters but ASCII: set LC_ALL=C.UTF-8")
         raise UserError("an option is not in UTF-8, which JSON files need: rename what it names")
     flags = _parser(config_name).parse_intermixed_args(words)
     if flags.help:

@@ -73,7 +73,7 @@ def documents_table(stream: TokenStream, rows: list[Spans]) -> Table:
     """Return a table of the documents in rows of a split, and their inputs."""
     table = table_of(
         ["set", "input"],
-        ["document", "tokens read", "document tokens", "row", "first token in split"],
+        ["document", "tokens read", "of", "row", "offset in the split"],
     )
     where = stream.dataset_dir, stream.manifest, stream.split
     for row, spans in enumerate(rows):

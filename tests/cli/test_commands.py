@@ -90,6 +90,7 @@ def goes_to_work(command, monkeypatch, tmp_path):
             patch.setattr(WORK[script], functools.wraps(original)(lambda *_, **__: work()))
             patch.setattr("tools.report.show_runs", lambda folder: None)  # of runs, which there are not
             patch.setattr("trainer.loop.check", lambda config: None)  # of a sweep's data, which there is not
+            patch.setattr("tools.report.show_runs", lambda folder: None)
             try:
                 result = command(script, *arguments)
             except AtWork:
@@ -270,6 +271,11 @@ def test_what_a_user_can_mend_is_one_line(bench, monkeypatch, tmp_path, words, w
     status, out, err = bench(work, *words)
     assert (status, out, err.count("\n")) == (1, "", 1)
     assert err.startswith(f"error: {message}")
+
+
+def test_a_locale_without_other_letters_is_named(bench, monkeypatch):
+    monkeypatch.setattr("sys.getfilesystemencoding", lambda: "ascii")
+    assert bench(print, "out=r\udcc3\udca9")[2] == "error: the locale has no characters but ASCII: set LC_ALL=C.UTF-8\n"
 
 
 def test_debug_shows_where_an_error_is_from(bench):

@@ -60,7 +60,8 @@ def tokens_of(corpus):
 
     def read(printed):
         found = {}
-        for set_name, path, line, part, length, row, _ in rows(printed):
+        for set_name, path, *cells, _ in rows(printed):
+            line, part, length, row = [cell.replace(",", "") for cell in cells]
             document = lines[int(line) - 1]
             ids = [*document["text"].encode(), 256]
             begin, end = map(int, part.split(" - "))
