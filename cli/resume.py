@@ -50,7 +50,10 @@ def compose_run(
     if takes_model:
         model = model or _model_of(Path(str(config["init_from"])))
         config = _composed(config_name, options, config_dir, complete, {"model": model})
-    if "max_steps" in given and "epochs" not in given:
+    if {"max_steps", "epochs"} <= given.keys():
+        raise UserError("max_steps and epochs are both given: give one of the two lengths")
+    # A stored run has the steps of its epochs.
+    if "max_steps" in given or (config_name == "plan" and "epochs" in stored):
         config["epochs"] = None
     if job:
         config["run_dir"] = str(Path(config["run_dir"], job))

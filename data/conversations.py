@@ -6,6 +6,7 @@ before it. So its loss is the same in a row as alone.
 """
 
 import bisect
+from collections import defaultdict
 
 import numpy as np
 
@@ -28,7 +29,7 @@ def pack(lengths: np.ndarray, seq_len: int) -> np.ndarray:
         lengths: (n,), none above seq_len.
     """
     rows = np.empty(len(lengths), np.int64)
-    with_room: list[list[int]] = [[] for _ in range(seq_len + 1)]
+    with_room: defaultdict[int, list[int]] = defaultdict(list)
     """For each number of free tokens, the rows with so many."""
     sizes: list[int] = []
     """The numbers of free tokens that rows have, in order."""

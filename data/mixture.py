@@ -97,7 +97,7 @@ class Mixture:
             if weight and not sizes[name]:
                 raise UserError(
                     f"data.mixture gives {name!r} the weight {weight:g}, but no window consists "
-                    "mostly of it: lower seq_len, or leave it out"
+                    "mostly of it: lower seq_len, raise it if no answer fits, or leave it out"
                 )
         amounts = [Fraction(str(weights.get(name, 1))) * size for name, size in sizes.items()]
         if not any(amounts):

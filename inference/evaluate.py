@@ -132,7 +132,9 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
             "stride and contexts are for texts, and this loss is on the answers of conversations: "
             "leave them out, or give dataset_dir= of a text"
         )
-    longest = min(stream.n_tokens - 1, loaded.gpt.config.max_len or stream.n_tokens)
+    longest = loaded.gpt.config.max_len or max(seq_len, stream.n_tokens)
+    if loss == "all":  # rows of conversations are padded
+        longest = min(longest, stream.n_tokens - 1)
     contexts = config.contexts
     if contexts is None and loss == "answers":
         contexts = []

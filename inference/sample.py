@@ -152,6 +152,7 @@ def _continue(loaded: Loaded, prompts: list[str], request: Request, config: Samp
     """Print every continuation in order, one while it grows; the others grow with it."""
     tokenizer = loaded.tokenizer
     is_text = config.output == "text"
+    before, after = ("> ", "\n") if config.message else ("", "")
     if isinstance(tokenizer, ChatTokenizer) and not config.message:
         say("this chat model continues prompt as a text: to ask it a question, give message")
     engine = Engine(loaded.gpt, tokenizer.n_vocab, config.micro_batch, end_ids=tokenizer.end_ids)
@@ -163,7 +164,7 @@ def _continue(loaded: Loaded, prompts: list[str], request: Request, config: Samp
         for i, (prompt, sample) in enumerate(samples):
             if is_text:
                 heading = _heading(i, len(prompts), config.num_samples, sample.request.seed)
-                show(heading + (f"> {prompt}\n" if config.message else prompt))
+                show(heading + before + prompt + after)
             for text in stream(engine, sample):
                 if is_text:
                     show(text)
@@ -172,7 +173,9 @@ def _continue(loaded: Loaded, prompts: list[str], request: Request, config: Samp
         show("\n")
         raise
     finally:  # interrupted texts are kept too
-        begun = [prompt + sample.text for prompt, sample in samples if sample.drawn]
+        begun = [
+            before + prompt + after + sample.text for prompt, sample in samples if sample.drawn
+        ]
         if begun:
             loaded.checkpoint.write_result("sample.txt", "\n\n---\n\n".join(begun) + "\n")
         say_rate(sum(sample.n_tokens for _, sample in samples), time.perf_counter() - started)

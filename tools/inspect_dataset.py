@@ -12,7 +12,8 @@ from common.settings import UserError
 from data.conversations import Spans
 from data.loader import TrainBatches, open_rows
 from data.prepare.inspect import documents_table, row_text, sets_table
-from data.shards import Manifest, SplitName, TokenStream, read_manifest
+from data.shards import TOKENIZER, Manifest, SplitName, TokenStream, read_manifest
+from data.tokenizer import load_tokenizer
 from runtime.checkpoint import open_checkpoint
 from runtime.state import TrainState
 
@@ -84,7 +85,8 @@ def _batches(
 
 def _show(stream: TokenStream, rows: list[Spans], n_tokens: int) -> None:
     """Show the documents behind rows, and the first `n_tokens` of each as text."""
-    texts = [row_text(stream, spans, n_tokens) for spans in rows]
+    names = load_tokenizer(stream.dataset_dir / TOKENIZER).tokens
+    texts = [row_text(stream, spans, n_tokens, names) for spans in rows]
     show_table(documents_table(stream, rows))
     if stream.loss == "answers":
         say("⟦ and ⟧ enclose the targets: the answers that are trained")

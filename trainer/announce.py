@@ -146,7 +146,7 @@ def _kept(run: Run) -> str:
     windows = run.windows
     if isinstance(windows, EvalConversations):
         share = "all" if len(windows) == windows.total else f"{len(windows):,} of"
-        what = f"{share} {windows.total:,} rows of conversations for validation, on answers"
+        what = f"the answers of {share} {windows.packed.summary()}"
         return f"{_saved(config)}, evaluated every {config.eval.every:,} on {what}"
     n_tokens = windows.stream.n_tokens - 1
     n_read = min(len(windows) * windows.seq_len, n_tokens)

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from common.numbers import ceil_div
-from common.settings import Settings
+from common.settings import Settings, UserError
 from model.attention.longformer import LongformerConfig
 from model.gpt import GPT
 from runtime.checkpoint import CheckpointConfig
@@ -69,6 +69,8 @@ class TrainConfig(FixedSettings, defaults="train"):
         """
         if self.epochs is None:
             return self
+        if self.data.mixture is not None:
+            raise UserError("epochs and data.mixture are both given: give max_steps with a mixture")
         batch_size = min(self.batch_size, max(1, n_rows // _STEPS_OF_EPOCH))
         epoch = ceil_div(n_rows, batch_size)
         evaluation = self.eval.model_copy(update={"every": min(self.eval.every, epoch)})

@@ -115,6 +115,8 @@ def _say_nothing_to_train(run: Run) -> None:
     config = run.config
     step = run.state.step
     remedy = f"max_steps above {step}"
+    if config.epochs is not None:
+        remedy = f"epochs above {config.epochs:g}"
     if step < config.max_steps:
         remedy = f"stop_at above {step}, or leave it out"
     elif config.schedule.longer:

@@ -168,6 +168,8 @@ def _check_processes(
         what = f"runtime.context_parallel={share} does not divide {world.size} processes"
         raise UserError(f"{what}: start {share} or a multiple of it with torchrun")
     batch = f"batch_tokens={config.batch_tokens} is {config.batch_size} sequences"
+    if config.epochs is not None:
+        batch += f" with epochs={config.epochs:g} (with max_steps, batch_tokens stays)"
     if config.batch_size < world.size // share:
         groups = f"{world.size // share} groups of {share}" if share > 1 else f"{world.size}"
         what = f"{batch}, fewer than {groups} processes"
@@ -238,6 +240,8 @@ def prove(run: Run) -> None:
     arrays = run.batches.batch(run.state.step, first, first + run.micro_batch)
     length = config.seq_len // run.group.size
     token_ids, targets = [torch.from_numpy(ids[:, :length]) for ids in arrays]
+    if not (targets >= 0).any():  # a question without its answer has no gradient
+        targets = token_ids.roll(-1, 1)
     if config.runtime.strategy == "ddp":
         form = prove_gradients(gpt, token_ids, targets, run.runtime, world, options["compile"])
     else:

@@ -1,6 +1,7 @@
 """Shows a dataset: a table of its sets, its text, and the documents of a training step."""
 
 import unicodedata
+from collections.abc import Sequence
 
 import numpy as np
 from rich.table import Table
@@ -9,8 +10,7 @@ from common.console import table_of
 from data.chat import answer_targets
 from data.conversations import Spans
 from data.documents import documents_in
-from data.shards import TOKENIZER, Manifest, TokenStream
-from data.tokenizer import load_tokenizer
+from data.shards import Manifest, TokenStream
 
 
 def sets_table(manifest: Manifest) -> Table:
@@ -34,13 +34,14 @@ def sets_table(manifest: Manifest) -> Table:
     return table
 
 
-def row_text(stream: TokenStream, spans: Spans, n_tokens: int) -> str:
+def row_text(stream: TokenStream, spans: Spans, n_tokens: int, tokens: Sequence[bytes]) -> str:
     """Return the text of the first `n_tokens` tokens of a row, with control characters escaped.
 
     With the loss on answers, ⟦ and ⟧ enclose the targets.
+
+    Args:
+        tokens: the bytes of each id; of one without text, its name.
     """
-    # Not decode_bytes: tokens without text are shown by their names.
-    tokens = load_tokenizer(stream.dataset_dir / TOKENIZER).tokens
     text = b""
     for start, stop in spans:
         stop = min(stop, start + n_tokens)

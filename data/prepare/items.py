@@ -40,6 +40,7 @@ ARRAY = "JSON array"
 FOUR_BYTES = "seems to hold ids of 4 or 8 bytes"
 OUT_OF_RANGE = "id out of range"
 NOT_IDS = "not a list of ids"
+LONG_LINE = "line too long"
 LONG_WINDOW = "zstd window above 128 MB"
 REMEDIES = {
     NO_TEXT: "give the key that holds their text",
@@ -59,6 +60,7 @@ REMEDIES = {
     FOUR_BYTES: "give data.dtype=uint32 or int64, or data.dtype=uint16 if they have 2 bytes",
     OUT_OF_RANGE: "give the tokenizer and the data.dtype that made the ids, or tokenizer=none with "
     "a tokenizer.n_vocab above all ids",
+    LONG_LINE: "write one object a line, as jq -c '.[]' does",
     LONG_WINDOW: "decompress the archive with zstd -d --long=31",
 }
 

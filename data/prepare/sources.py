@@ -4,6 +4,7 @@ The source's `parse` turns a raw item into a document; it runs in a worker proce
 a class here with its `name`, its place in `SourceConfig` (dataset.py), and a YAML in configs/data.
 """
 
+import json
 import os
 import re
 import sysconfig
@@ -20,6 +21,7 @@ from data.prepare.archives import COMPRESSED, parse_line, read_lines, read_text
 from data.prepare.files import matches, some_of
 from data.prepare.items import (
     ARRAY,
+    LONG_LINE,
     NO_CONVERSATION,
     NO_TEXT,
     NOT_IDS,
@@ -170,7 +172,7 @@ def _conversation(messages: Any) -> list[tuple[str, str]]:
 
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
-_UNREAD = {"history", "functions", "tools"}
+_UNREAD = {"functions", "history", "image", "images", "system_prompt", "tools"}
 _UNREAD_OF_MESSAGE = {"name", "reasoning", "reasoning_content", "thinking"}
 
 
@@ -188,9 +190,7 @@ def _is_trained(message: JsonDict) -> bool:
     weight = message.get("weight")
     if weight not in (None, 0, 1):
         raise Unreadable("a weight other than 0 and 1")
-    return (
-        weight != 0 and message.get("train") is not False and message.get("trainable") is not False
-    )
+    return all(message.get(key) in (None, 1) for key in ("weight", "train", "trainable"))
 
 
 def _unread_keys(record: Any, messages: list[Any]) -> tuple[str, ...]:
@@ -294,7 +294,7 @@ class NamedFiles(FileSource):
         """Yield the lines of a file of JSON lines; a blank line is not a document."""
         for number, line in enumerate(read_lines(path, seen)):
             if line is None:
-                yield Unreadable("line too long")
+                yield Unreadable(LONG_LINE)
                 continue
             begin = line[:100].strip() if number == 0 else b""
             if begin.startswith(b"[") and not self.is_chat:
@@ -335,7 +335,10 @@ class JsonlSource(NamedFiles, defaults="data/jsonl"):
 class ChatSource(NamedFiles, defaults="data/chat"):
     """Conversations as JSON lines, or as one JSON array."""
 
-    suffixes: ClassVar[tuple[str, ...]] = (*JSON_LINES, ".json")
+    suffixes: ClassVar[tuple[str, ...]] = (
+        *JSON_LINES,
+        *(".json" + packed for packed in ("", *COMPRESSED)),
+    )
 
     name: Literal["chat"]
 
@@ -346,21 +349,25 @@ class ChatSource(NamedFiles, defaults="data/chat"):
 
     def read(self, path: Path, seen: CountBytes) -> Iterator[Any]:
         """Yield the lines of a file, or the items of the array that it is."""
-        head = next(read_lines(path, lambda _: None), None)
+        lines = read_lines(path, lambda _: None)
+        head = next((line for line in lines if line is None or line.strip()), None)
         if not _begins_array(head):
             yield from super().read(path, seen)
             return
-        lines = [line or b"" for line in read_lines(path, seen)]
-        records = parse_line(b"\n".join(lines))
+        array = bytearray()
+        for line in read_lines(path, seen):
+            if line is None:
+                raise Unreadable(LONG_LINE)
+            array += line + b"\n"
+        records = parse_line(array)
         if not isinstance(records, list):
             raise Unreadable(NOT_JSON)
-        yield from records
+        for record in records:
+            yield json.dumps(record).encode()  # a line, as other files have
 
     def content_and_set(self, content: Any) -> tuple[Any, str]:
-        """Return the messages of a line or an item."""
-        if isinstance(content, bytes | bytearray):
-            content = parse_line(content)
-        return _of_chat(content, self)
+        """Return the messages of a line."""
+        return _of_chat(parse_line(content), self)
 
 
 def _begins_array(line: bytes | bytearray | None) -> bool:
@@ -368,7 +375,7 @@ def _begins_array(line: bytes | bytearray | None) -> bool:
 
     A line may also be one conversation, a list of messages, as nanochat writes them.
     """
-    if line is None or not line.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+    if line is None or not line.lstrip().startswith(b"["):
         return False
     try:
         items = parse_line(line)
@@ -596,8 +603,8 @@ def _messages(record: JsonDict, text_field: str) -> Any:
     before = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
     for key in (text_field, "messages", "conversations"):
         messages = record.get(key)
-        if messages is not None and key not in ("completion", "output"):
-            return before + messages if isinstance(messages, list) else messages
+        if isinstance(messages, list) and key not in ("completion", "output"):
+            return before + messages
     question = record.get("prompt")
     answer = record.get("completion")
     if answer is None:
@@ -606,10 +613,10 @@ def _messages(record: JsonDict, text_field: str) -> Any:
         more = record.get("input")
         if isinstance(question, str) and isinstance(more, str) and more:
             question = f"{question}\n\n{more}" if question else more
-    if answer is None:
-        return None
     if isinstance(question, list) and isinstance(answer, list):
         return before + question + answer
+    if not isinstance(question, str) or not isinstance(answer, str):
+        return None
     return [
         *before,
         {"role": "user", "content": question},

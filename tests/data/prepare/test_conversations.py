@@ -20,11 +20,16 @@ GOOD = [{"messages": talk(i)} for i in range(30)]
 BAD = {
     "a conversation without an answer to learn": [{"messages": talk(1)[:1]}, {"messages": []}],
     "a weight other than 0 and 1": [{"messages": [talk(1)[0], talk(1)[1] | {"weight": 0.5}]}],
-    "a message whose content is not text": [{"completion": "b"}],
+    "a message whose content is not text": [{"messages": [*talk(1), {"role": "user", "content": None}]}],
     "an empty answer": [{"prompt": "a", "completion": " \n"}],
     "lone surrogate": [{"prompt": "\ud800", "completion": "b"}],
-    "messages is not a list": [{"messages": "hello"}],
-    "no conversation": [{"text": "hello"}, 3],
+    "no conversation": [
+        {"text": "hello"},
+        3,
+        {"messages": "hello"},
+        {"input": "a", "output": "b"},
+        {"completion": "b"},
+    ],
 }
 
 
@@ -122,14 +127,14 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("layout", ["lines", "array", "pretty array", "hub", "another column"])
 def test_three_shapes_give_the_same_conversation(chat, tmp_path, shape, layout):
-    record = SHAPES[shape] | {"system": "Be brief."}
+    record = SHAPES[shape] | {"system": "Be brief.", "text": "all of it in one text, as Alpaca has"}
     if layout == "another column":
         record = {{"messages": "talk", "conversations": "talk"}.get(key, key): value for key, value in record.items()}
     records, file = [record] * 20, tmp_path / "chat.json"
     data = {"name": "chat", "path": str(file)}
     if layout == "hub":
         pytest.importorskip("datasets")
-        data = {"name": "hf", "path": "json", "data_files": str(file), "text_field": "no", "chat": True}
+        data = {"name": "hf", "path": "json", "data_files": str(file), "chat": True}
     if layout == "another column":
         data["text_field"] = "talk"
     lines = layout in ("lines", "another column")
