@@ -38,7 +38,6 @@ WORK = {  # what a script calls once it has read its command line and everything
     "eval": "inference.evaluate.run_evaluation",
     "sample": "inference.sample.run_sampling",
     "scripts/bench": "tools.bench.run.bench",
-    "scripts/convert_gqa": "tools.convert.gqa.convert",
     "scripts/count": "tools.count.counted",
     "scripts/doctor": "tools.doctor.examine",
     "scripts/export_hf": "tools.convert.export_hf.export",
@@ -231,14 +230,14 @@ def test_options_are_keys_and_values(bench, words, given):
 def test_a_functions_arguments_are_the_keys_of_its_command(command, monkeypatch):
     found = []
 
-    def convert(checkpoint: Path, run_dir: Path, n_kv_head: int) -> None:
-        found.append((checkpoint, run_dir, n_kv_head))
+    def convert(folder: Path, run_dir: Path) -> None:
+        found.append((folder, run_dir))
 
-    monkeypatch.setattr("tools.convert.gqa.convert", convert)
-    words = ["checkpoint=runs/a", "run_dir=runs/42", "n_kv_head=2"]
-    assert command("scripts/convert_gqa", *words).status == 0
-    assert found == [(Path("runs/a"), Path("runs/42"), 2)]
-    assert command("scripts/convert_gqa", *words[:2]).err.startswith("error: Missing mandatory value: n_kv_head")
+    monkeypatch.setattr("tools.convert.import_gpt2.import_gpt2", convert)
+    words = ["folder=models/a", "run_dir=runs/42"]
+    assert command("scripts/import_gpt2", *words).status == 0
+    assert found == [(Path("models/a"), Path("runs/42"))]
+    assert command("scripts/import_gpt2", *words[:1]).err.startswith("error: Missing mandatory value: run_dir")
 
 
 def raising(error):
