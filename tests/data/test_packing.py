@@ -1,4 +1,4 @@
-"""Whole conversations in rows: each exactly once, as alone, packed as best-fit decreasing says."""
+"""Whole conversations in rows: each exactly once, as alone, packed as best-fit says."""
 
 import itertools
 import json
@@ -16,9 +16,9 @@ USER, ASSISTANT, END, EOT = 258, 259, 260, 256  # of bytes
 
 
 def naive_pack(lengths, seq_len):
-    """Best-fit decreasing, from its definition: the tokens in each row."""
+    """Best-fit, from its definition: the tokens in each row."""
     rows = []
-    for length in sorted(lengths, reverse=True):
+    for length in lengths:
         fitting = [row for row in rows if sum(row) + length <= seq_len]
         if fitting:
             max(fitting, key=sum).append(length)
@@ -28,7 +28,7 @@ def naive_pack(lengths, seq_len):
 
 
 @pytest.mark.parametrize("seq_len", [1, 2, 7, 64])
-def test_rows_are_filled_best_fit_decreasing(seq_len):
+def test_rows_are_filled_best_fit(seq_len):
     for seed in range(20):
         rng = np.random.default_rng(seed)
         lengths = rng.integers(1, seq_len + 1, rng.integers(1, 60))
