@@ -51,7 +51,7 @@ test: setup  ## run the fast tests: some minutes on 2 cores
 test-slow: setup  ## run the other tests: kills at every fsync and rename, long fuzzing, every script
 	$(PYTEST) -n 3 -m slow --durations=20
 
-test-all: setup  ## run all tests, as CI does: about 20 minutes on 2 cores
+test-all: setup  ## run all tests, as CI does
 	$(PYTEST) -n 3
 
 test-gpu: setup  ## run on a GPU all tests that can run there: minutes
