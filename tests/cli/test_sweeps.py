@@ -75,9 +75,9 @@ def test_a_killed_sweep_goes_on_where_it_was(command, tiny_args, tmp_path, monke
             os.kill(os.getpid(), signal.SIGKILL)
         check(saver)
 
-    def refused(saver, last=False):  # another sweep met this run
+    def refused(saver):  # another sweep met this run
         (saver._run_dir / "error.txt").write_text("is being trained in")
-        check(saver, last)
+        check(saver)
 
     if (child := os.fork()) == 0:
         monkeypatch.setattr(Saver, "check", fatal)

@@ -85,7 +85,11 @@ def test_all_processes_begin_with_them(train_in_processes, chat_dir, chat):
     """After a step, two processes have the model that one has, also where it gets rows for markers."""
     first = train_in_processes("first", 1)
     options = [f"init_from={first}", "seed=5", "stop_at=1"]
-    options += [f"dataset_dir={chat_dir}", "data.loss=answers", "model.pad_vocab=30"] if chat else []
+    options += (
+        [f"dataset_dir={chat_dir}", "data.loss=answers", "model.pad_vocab=30", "seq_len=64", "batch_tokens=128"]
+        if chat
+        else []
+    )
     alone = train_in_processes("alone", 1, *options)
     shared = train_in_processes("shared", 2, "runtime.strategy=fsdp", *options)
     at = "checkpoints/step-00000001"
