@@ -217,7 +217,7 @@ MOST = {"bfloat16": 128, "float16": 64, "float32": 64}
 def test_kernels_fit_where_the_documentation_says_so_and_those_of_shipped_models_compute_every_exponential_once(
     kernel_resources, capability
 ):
-    """On 8.0 and 9.0, heads of 32 features spill nothing, and those of 64 little. The exact kernels need less."""
+    """Heads of 32 features spill nothing on 8.0 and little on 9.0, and those of 64 little. The exact kernels need less."""
     given = {"capability": capability, "operator": "log_attention", "carried": False, "only": "sweep"}
     in_bfloat16 = given | {"dtype": "bfloat16", "of_values": "bfloat16"}
     shipped = [in_bfloat16 | {"d": d, "d_v": e, "gates": gates} for d, e, gates in SHIPPED.values()]
@@ -230,7 +230,9 @@ def test_kernels_fit_where_the_documentation_says_so_and_those_of_shipped_models
         threads, exponentials = 32 * row["warps"], 64 * (2 * d + e + 64 * gates)  # of a chunk of 64 tokens
         assert row["ex2"] <= 1.2 * exponentials / threads
         forward, backward = (576, 288) if capability == 80 else (720, 432)  # bytes of a thread; 9.0: mma.sync
-        spilled = 0 if d == 32 else {"forward_sweep": forward, "backward_sweep": backward}[row["kernel"]]
+        spilled = {"forward_sweep": forward, "backward_sweep": backward}[row["kernel"]]
+        if d == 32:
+            spilled = 0 if capability == 80 else 96
         assert capability not in (80, 90) or row["stack"] <= spilled
 
 
