@@ -217,7 +217,7 @@ MOST = {"bfloat16": 128, "float16": 64, "float32": 64}
 def test_kernels_fit_where_the_documentation_says_so_and_those_of_shipped_models_compute_every_exponential_once(
     kernel_resources, capability
 ):
-    """Heads of 32 features spill nothing on 8.0 and little on 9.0, and those of 64 little. The exact kernels need less."""
+    """Heads of 32 features spill nothing on 8.0, and little on 9.0. The exact kernels need less."""
     given = {"capability": capability, "operator": "log_attention", "carried": False, "only": "sweep"}
     in_bfloat16 = given | {"dtype": "bfloat16", "of_values": "bfloat16"}
     shipped = [in_bfloat16 | {"d": d, "d_v": e, "gates": gates} for d, e, gates in SHIPPED.values()]
