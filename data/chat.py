@@ -17,6 +17,7 @@ MARKERS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", _UNTRAINED)
 """The last is in datasets only. Models read <|assistant|> there, and do not learn the answer."""
 ROLES = ("system", "user", "assistant", "untrained")
 ANSWERS = ("assistant", "untrained")
+IGNORED = -1  # the target of padding, and of what is not an answer
 NO_ROLE = "a message whose role is not system, user or assistant"
 _TOOLS = ("tool", "function", "ipython")
 
@@ -143,7 +144,7 @@ def answer_targets(ids: np.ndarray, n_vocab: int) -> tuple[np.ndarray, np.ndarra
     """Return the token ids of a conversation and the targets after them, int64 (n,) both.
 
     The last marker decides: what follows the assistant's is a target, <|end|> included. Other
-    targets are -1.
+    targets are IGNORED.
 
     Args:
         ids: <|endoftext|> and the conversation, (n + 1,), as the dataset holds them.
@@ -154,4 +155,4 @@ def answer_targets(ids: np.ndarray, n_vocab: int) -> tuple[np.ndarray, np.ndarra
     last_marker = ids[np.maximum.accumulate(places)]
     in_answer = last_marker == first_marker + MARKERS.index("<|assistant|>")
     tokens = as_read(ids, n_vocab)
-    return tokens[:-1], np.where(in_answer[:-1], tokens[1:], -1)
+    return tokens[:-1], np.where(in_answer[:-1], tokens[1:], IGNORED)

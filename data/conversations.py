@@ -11,7 +11,7 @@ from collections import defaultdict
 import numpy as np
 
 from common.settings import UserError
-from data.chat import answer_targets
+from data.chat import IGNORED, answer_targets
 from data.documents import document_ends
 from data.shards import TokenStream
 
@@ -79,28 +79,19 @@ class Conversations:
             _, targets = self._read(int(starts[number]), int(stops[number]))
             self.n_lost_targets += int((targets[seq_len:] >= 0).sum())
             kept[number] = (targets[:seq_len] >= 0).any()
-        starts, stops, sets = starts[kept], stops[kept], sets[kept]
-        stops = np.minimum(stops, starts + seq_len)
+        starts = starts[kept]
+        stops = np.minimum(stops[kept], starts + seq_len)
+        sets = sets[kept]
         if not len(starts):
             raise UserError(
                 f"split '{stream.split}' has no conversation with an answer within {seq_len=}: "
                 "raise seq_len, or prepare more conversations"
             )
-        rows = np.empty(len(starts), np.int64)
-        sets_of_rows = []
-        n_rows = 0
-        for number in np.unique(sets).tolist():
-            is_here = sets == number
-            packed = pack((stops - starts)[is_here], seq_len)
-            rows[is_here] = n_rows + packed
-            n_new = int(packed.max()) + 1
-            sets_of_rows.append(np.full(n_new, number))
-            n_rows += n_new
-        self._sets = np.concatenate(sets_of_rows)
+        rows, self._sets = _pack_sets(stops - starts, sets, seq_len)
         order = np.argsort(rows, kind="stable")
         self._starts = starts[order]
         self._stops = stops[order]
-        self._firsts = np.searchsorted(rows[order], np.arange(n_rows + 1))
+        self._firsts = np.searchsorted(rows[order], np.arange(len(self._sets) + 1))
         """The first conversation of each row, and the end of the last."""
 
     def __len__(self) -> int:
@@ -118,7 +109,7 @@ class Conversations:
     def read(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the token ids and targets of a row, int64 (seq_len,)."""
         token_ids = np.full(self.seq_len, self.stream.eot_id, np.int64)
-        targets = np.full(self.seq_len, -1, np.int64)
+        targets = np.full(self.seq_len, IGNORED, np.int64)
         begin = 0
         for start, stop in self.spans(row):
             end = begin + stop - start
@@ -140,6 +131,23 @@ class Conversations:
             words += f"than seq_len={self.seq_len}: {self.n_lost_targets:,} tokens of answers are "
             words += "left out"
         return words
+
+
+def _pack_sets(
+    lengths: np.ndarray, sets: np.ndarray, seq_len: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the row of each item (n,), and the set of each row: items of a set share rows."""
+    rows = np.empty(len(lengths), np.int64)
+    sets_of_rows = []
+    n_rows = 0
+    for number in np.unique(sets).tolist():
+        is_here = sets == number
+        packed = pack(lengths[is_here], seq_len)
+        rows[is_here] = n_rows + packed
+        n_new = int(packed.max()) + 1
+        sets_of_rows.append(np.full(n_new, number))
+        n_rows += n_new
+    return rows, np.concatenate(sets_of_rows)
 
 
 def _documents(stream: TokenStream) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -13,13 +13,11 @@ import numpy as np
 
 from common.numbers import ceil_div
 from common.settings import UserError
-from data.chat import as_read
+from data.chat import IGNORED, as_read
 from data.conversations import Conversations, Spans
 from data.mixture import Mixture, Weights, check_sets, owners_in
 from data.permutation import shuffled
 from data.shards import TokenStream
-
-IGNORED = -1  # the target of padding, and of what data.loss leaves out
 
 Batch = tuple[np.ndarray, np.ndarray]
 
@@ -70,7 +68,9 @@ def open_rows(stream: TokenStream, seq_len: int) -> Rows:
     Raises:
         UserError: the split has no row.
     """
-    return (Conversations if stream.loss == "answers" else Windows)(stream, seq_len)
+    if stream.loss == "answers":
+        return Conversations(stream, seq_len)
+    return Windows(stream, seq_len)
 
 
 class TrainBatches:
@@ -117,7 +117,40 @@ class TrainBatches:
 
 
 class EvalBatches:
-    """A split's windows in order: every target once, or `n_windows` windows spread over the split.
+    """Rows of a split to evaluate, in order: all of them, or `n_windows` spread evenly."""
+
+    def __init__(
+        self, stream: TokenStream, seq_len: int, stride: int, total: int, n_windows: int | None
+    ) -> None:
+        self.stream = stream
+        self.seq_len = seq_len
+        self.stride = stride
+        self.total = total
+        self.n_windows = total if n_windows is None else min(n_windows, total)
+
+    def __len__(self) -> int:
+        return self.n_windows
+
+    def spans(self, number: int) -> Spans:
+        """Return where a row's targets are in the split."""
+        raise NotImplementedError
+
+    def read(self, number: int) -> Batch:
+        """Return the token ids and targets of a row, int64 (seq_len,)."""
+        raise NotImplementedError
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """Return rows [start, stop): token_ids and targets, int64 (stop - start, seq_len)."""
+        shape = max(0, stop - start), self.seq_len
+        token_ids = np.empty(shape, np.int64)
+        targets = np.empty(shape, np.int64)
+        for row in range(len(token_ids)):
+            token_ids[row], targets[row] = self.read(start + row)
+        return token_ids, targets
+
+
+class EvalWindows(EvalBatches):
+    """A text's windows: every target once.
 
     With a `stride`, each window begins that many tokens after the previous one, and only its new
     tokens are targets: except in the first window, every target has at least seq_len - stride
@@ -132,41 +165,28 @@ class EvalBatches:
         stride: int | None = None,
     ) -> None:
         n_targets = stream.n_tokens - 1
-        self.stream = stream
-        self.seq_len = min(seq_len, max(1, n_targets))  # no window is longer than the text
-        self.stride = min(stride or self.seq_len, self.seq_len)
-        self.total = 0
+        seq_len = min(seq_len, max(1, n_targets))  # no window is longer than the text
+        stride = min(stride or seq_len, seq_len)
+        total = 0
         if n_targets > 0:
-            self.total = 1 + ceil_div(n_targets - self.seq_len, self.stride)
-        self.n_windows = self.total if n_windows is None else min(n_windows, self.total)
+            total = 1 + ceil_div(n_targets - seq_len, stride)
+        super().__init__(stream, seq_len, stride, total, n_windows)
 
-    def __len__(self) -> int:
-        return self.n_windows
-
-    def bounds(self, window: int) -> tuple[int, int]:
+    def bounds(self, number: int) -> tuple[int, int]:
         """Return [start, stop) of a window's tokens in the split. Targets are one token later."""
-        start = window * self.total // self.n_windows * self.stride
+        start = number * self.total // self.n_windows * self.stride
         return start, min(start + self.seq_len, self.stream.n_tokens - 1)
 
-    def spans(self, window: int) -> Spans:
+    def spans(self, number: int) -> Spans:
         """Return where a window's targets are in the split."""
-        start, stop = self.bounds(window)
+        start, stop = self.bounds(number)
         return [(start + 1, stop + 1)]
-
-    def rows(self, start: int, stop: int) -> Batch:
-        """Return windows [start, stop): token_ids and targets, int64 (stop - start, seq_len)."""
-        shape = max(0, stop - start), self.seq_len
-        token_ids = np.empty(shape, np.int64)
-        targets = np.empty(shape, np.int64)
-        for row in range(len(token_ids)):
-            token_ids[row], targets[row] = self.read(start + row)
-        return token_ids, targets
 
     def read(self, number: int) -> Batch:
         """Return the token ids and targets of a window, int64 (seq_len,).
 
-        A short window is filled with <|endoftext|> and targets of -1. Positions that the previous
-        window covers also have the target -1.
+        A short window is filled with <|endoftext|> and targets that are IGNORED, and so are those
+        that the previous window covers.
         """
         token_ids = np.full(self.seq_len, self.stream.eot_id, np.int64)
         targets = np.full(self.seq_len, IGNORED, np.int64)
@@ -178,19 +198,15 @@ class EvalBatches:
 
 
 class EvalConversations(EvalBatches):
-    """The rows of a split's conversations: every answer once, or `n_windows` rows spread evenly."""
+    """A split's conversations: every answer once."""
 
     def __init__(self, stream: TokenStream, seq_len: int, n_windows: int | None = None) -> None:
-        self.stream = stream
-        self.seq_len = seq_len
-        self.stride = seq_len
         self.packed = Conversations(stream, seq_len)
-        self.total = len(self.packed)
-        self.n_windows = self.total if n_windows is None else min(n_windows, self.total)
+        super().__init__(stream, seq_len, seq_len, len(self.packed), n_windows)
 
-    def spans(self, window: int) -> Spans:
+    def spans(self, number: int) -> Spans:
         """Return where a row's targets are in the split."""
-        return self.packed.spans(window * self.total // self.n_windows)
+        return self.packed.spans(number * self.total // self.n_windows)
 
     def read(self, number: int) -> Batch:
         """Return the token ids and targets of a row, int64 (seq_len,)."""
@@ -203,16 +219,16 @@ def eval_batches(
     """Return a split's conversations if the loss is on answers, else its windows."""
     if stream.loss == "answers":
         return EvalConversations(stream, seq_len, n_windows)
-    return EvalBatches(stream, seq_len, n_windows, stride)
+    return EvalWindows(stream, seq_len, n_windows, stride)
 
 
-class CutWindows(EvalBatches):
-    """The windows of an EvalBatches without stride, cut into shorter ones.
+class CutWindows(EvalWindows):
+    """The windows of an EvalWindows without stride, cut into shorter ones.
 
     The targets are the same for any seq_len.
     """
 
-    def __init__(self, whole: EvalBatches, seq_len: int) -> None:
+    def __init__(self, whole: EvalWindows, seq_len: int) -> None:
         super().__init__(whole.stream, seq_len)
         self._bounds: list[tuple[int, int]] = []
         for i in range(len(whole)):
@@ -221,9 +237,9 @@ class CutWindows(EvalBatches):
                 self._bounds.append((first, min(first + seq_len, stop)))
         self.n_windows = len(self._bounds)
 
-    def bounds(self, window: int) -> tuple[int, int]:
+    def bounds(self, number: int) -> tuple[int, int]:
         """Return [start, stop) of a window's tokens in the split."""
-        return self._bounds[window]
+        return self._bounds[number]
 
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from torch import Tensor
 from common.figures import drawn
 from common.settings import JsonDict, UserError
 from data.documents import sets_between
-from data.loader import CutWindows, EvalBatches, eval_batches
+from data.loader import CutWindows, EvalBatches, EvalWindows, eval_batches
 from data.shards import Manifest, TokenStream
 from inference.eval_report import draw_evaluation, show_evaluation
 from inference.load import Loaded, ModelConfig, load, open_dataset
@@ -201,7 +201,7 @@ def _measure_context(
 ) -> JsonDict:
     """The loss in windows of `context` tokens, cut from those of the longest context."""
     stream = plan.windows.stream
-    longest = EvalBatches(stream, max(plan.contexts), plan.config.context_windows)
+    longest = EvalWindows(stream, max(plan.contexts), plan.config.context_windows)
     windows = CutWindows(longest, context)
     rows = max(1, plan.config.micro_batch * plan.windows.seq_len // context)
     sums = _PositionSums(context, byte_lengths)

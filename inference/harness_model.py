@@ -14,8 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common.console import Track
 from common.settings import UserError, decode
-from data.chat import parse_message
-from data.loader import IGNORED
+from data.chat import IGNORED, parse_message
 from data.tokenizer import Tokenizer
 from inference.engine import Engine, stream
 from inference.generation import Generation

@@ -132,9 +132,9 @@ def _after_system(loaded: Loaded, request: Request, config: SampleConfig) -> Req
     if isinstance(tokenizer, ChatTokenizer):
         system = [("system", config.system)] if config.system else []
         return replace(request, ids=(*request.ids, *tokenizer.encode_chat(system)))
-    for key in ("system", "message"):
-        if getattr(config, key):
-            raise UserError(f"{key} is for chat models, which this is not: put it into prompt")
+    if config.system or config.message:
+        key = "system" if config.system else "message"
+        raise UserError(f"{key} is for chat models, which this is not: put it into prompt")
     return request
 
 
@@ -243,7 +243,8 @@ def read_prompts(config: SampleConfig) -> list[str]:
         source = f"prompts_file={path}"
     try:
         text = config.prompt or config.message
-        if text == "-":
+        is_piped = text == "-"
+        if is_piped:
             text = sys.stdin.read(_LONGEST)
         if path:
             with path.open(encoding="utf-8", newline="") as file:
@@ -268,10 +269,7 @@ def read_prompts(config: SampleConfig) -> list[str]:
         if not prompts:
             raise UserError(f"prompts_file={path} has no prompts: write one per line")
         return prompts
-    if path or "-" in (
-        config.prompt,
-        config.message,
-    ):  # a file, and what `echo` prints, end with a new line
+    if path or is_piped:  # a file, and what `echo` prints, end with a new line
         text = re.sub(r"\r?\n\Z", "", text)
     return [text]
 

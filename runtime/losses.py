@@ -9,7 +9,8 @@ from torch import Tensor
 
 from common.console import Track
 from common.numbers import ceil_div
-from data.loader import IGNORED, EvalBatches
+from data.chat import IGNORED
+from data.loader import EvalBatches
 from model.gpt import GPT, GPTState
 from runtime.device import Runtime
 from runtime.distributed import World

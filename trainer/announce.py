@@ -25,10 +25,9 @@ def announce(run: Run, last: tuple[int, float] | None) -> None:
     """
     say("\n".join(start_lines(run)))
     config = run.config
-    n_epochs = config.last_step * config.batch_size / len(run.batches.rows)
-    if n_epochs > _MANY_EPOCHS and run.batches.mixture is None:
+    if _n_epochs(run) > _MANY_EPOCHS and run.batches.mixture is None:
         warn(
-            f"the run reads its data {epochs(n_epochs)} long, and learns it by heart: "
+            f"the run reads its data for {epochs(_n_epochs(run))}, and learns it by heart: "
             "give epochs=3, fewer max_steps, or more data"
         )
     if last is None:
@@ -45,6 +44,10 @@ def announce(run: Run, last: tuple[int, float] | None) -> None:
     if schedule.longer and now - before > 0.1 * max_lr:  # such a rise costs loss
         what += f"; for a longer run without this jump: {schedule.longer}"
     warn(what)
+
+
+def _n_epochs(run: Run) -> float:
+    return run.config.last_step * run.config.batch_size / len(run.batches.rows)
 
 
 def start_lines(run: Run) -> list[str]:
@@ -78,7 +81,6 @@ def _attention(layer: AttentionConfig) -> str:
 def _data(run: Run) -> str:
     config = run.config
     n_tokens = run.batches.rows.stream.n_tokens
-    n_epochs = config.last_step * config.batch_size / len(run.batches.rows)
     n_read = config.tokens(config.last_step)
     tokenizer = f"tokenizer {run.tokenizer.name}, {run.tokenizer.n_vocab:,} ids"
     corpus = f"{n_tokens:,} tokens in {config.dataset_dir} ({tokenizer})"
@@ -88,7 +90,7 @@ def _data(run: Run) -> str:
         mixed = f", drawn from {shares}"
     rows = run.batches.rows
     packed = f"; {rows.summary()}" if isinstance(rows, Conversations) else ""
-    return f"{corpus}{packed}; training reads {n_read:,} tokens, {epochs(n_epochs)}{mixed}"
+    return f"{corpus}{packed}; training reads {n_read:,} tokens, {epochs(_n_epochs(run))}{mixed}"
 
 
 def _batch(run: Run) -> str:

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from common.numbers import ceil_div
-from common.settings import Settings, UserError
+from common.settings import Settings
 from model.attention.longformer import LongformerConfig
 from model.gpt import GPT
 from runtime.checkpoint import CheckpointConfig
@@ -69,8 +69,6 @@ class TrainConfig(FixedSettings, defaults="train"):
         """
         if self.epochs is None:
             return self
-        if self.data.mixture is not None:
-            raise UserError("epochs and data.mixture are both given: give max_steps with a mixture")
         batch_size = min(self.batch_size, max(1, n_rows // _STEPS_OF_EPOCH))
         epoch = ceil_div(n_rows, batch_size)
         evaluation = self.eval.model_copy(update={"every": min(self.eval.every, epoch)})
@@ -99,6 +97,10 @@ class TrainConfig(FixedSettings, defaults="train"):
 
     @model_validator(mode="after")
     def _settings_fit(self) -> "TrainConfig":
+        if self.epochs is not None and self.data.mixture is not None:
+            raise ValueError(
+                "epochs does not work with data.mixture: give max_steps instead"
+            )
         if self.batch_tokens % self.seq_len:
             nearest = (self.batch_size or 1) * self.seq_len
             what = f"batch_tokens={self.batch_tokens} is not divisible by seq_len={self.seq_len}"

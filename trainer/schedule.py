@@ -16,7 +16,7 @@ class _Schedule(Settings):
 
     longer: ClassVar[str | None] = "start a run of that length in another run_dir"
     """How to train longer than a finished run without a jump of the rate; None: by max_steps."""
-    warmup_steps: int | float = Field(ge=0)
+    warmup_steps: int | float = Field(ge=0, allow_inf_nan=False)
     """Steps until the maximum; a number between 0 and 1: this share of the run."""
 
     @field_validator("warmup_steps")
@@ -55,7 +55,7 @@ class OneCycle(_Schedule, defaults="schedule/one_cycle"):
     """
 
     name: Literal["one_cycle"]
-    warmup_steps: int | float = Field(gt=0)
+    warmup_steps: int | float = Field(gt=0, allow_inf_nan=False)
     """Steps until the maximum; a number below 1: this share of the run."""
     start: float = Field(gt=0, le=1)
     """First learning rate, as a factor of the maximum."""

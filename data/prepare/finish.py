@@ -55,8 +55,7 @@ def _warn_of_unread(spans: list[Span]) -> None:
     """Name the keys of conversations that say more than was read."""
     counts: Counter[str] = Counter()
     for span in spans:
-        for key, (n, _) in span.unread.items():
-            counts[key] += n
+        counts.update(span.unread)
     if counts:
         listed = ", ".join(f"{key} in {count(n, 'conversation')}" for key, n in counts.items())
         warn(f"not read, although it changes what is said: {listed}")

@@ -187,21 +187,16 @@ def _as_openai(message: Any) -> Any:
 
 def _is_trained(message: JsonDict) -> bool:
     """Whether an answer is a target: "weight" may be 0, "train" or "trainable" false."""
-    weight = message.get("weight")
-    if weight not in (None, 0, 1):
+    if message.get("weight") not in (None, 0, 1):
         raise Unreadable("a weight other than 0 and 1")
     return all(message.get(key) in (None, 1) for key in ("weight", "train", "trainable"))
 
 
-def _unread_keys(record: Any, messages: list[Any]) -> tuple[str, ...]:
+def _unread_keys(record: JsonDict, messages: list[Any]) -> tuple[str, ...]:
     """Return the keys of a record and of its messages that change its meaning and are not read."""
-    keys = (
-        _UNREAD & {key for key, value in record.items() if value}
-        if isinstance(record, dict)
-        else set()
-    )
+    keys = {key for key in _UNREAD if record.get(key)}
     for message in messages:
-        keys |= _UNREAD_OF_MESSAGE & {key for key, value in message.items() if value}
+        keys |= {key for key in _UNREAD_OF_MESSAGE if message.get(key)}
     return tuple(sorted(keys))
 
 
@@ -335,10 +330,7 @@ class JsonlSource(NamedFiles, defaults="data/jsonl"):
 class ChatSource(NamedFiles, defaults="data/chat"):
     """Conversations as JSON lines, or as one JSON array."""
 
-    suffixes: ClassVar[tuple[str, ...]] = (
-        *JSON_LINES,
-        *(".json" + packed for packed in ("", *COMPRESSED)),
-    )
+    suffixes: ClassVar[tuple[str, ...]] = (*JSON_LINES, *_JSON)
 
     name: Literal["chat"]
 
@@ -570,7 +562,7 @@ def _of_record(record: Any, source: NamedFiles | HubSource) -> tuple[Any, str]:
 def _of_chat(record: Any, source: NamedFiles | HubSource) -> tuple[tuple[Any, Any], str]:
     """Return the messages of a record with the record itself, and its set. Raises Unreadable."""
     if isinstance(record, list):  # as nanochat writes a conversation
-        return (record, None), source.name
+        return (record, {}), source.name
     fields = record if isinstance(record, dict) else {}
     messages = _messages(fields, source.text_field)
     if messages is None:

@@ -112,8 +112,8 @@ class Span(Settings):
     """Those with documents, each with one shard."""
     skipped: dict[str, tuple[int, str]]
     """Skipped items by reason: their number, and the place of the first."""
-    unread: dict[str, tuple[int, str]]
-    """Conversations by a key that they have and that is not read, in the same way."""
+    unread: dict[str, int]
+    """How many conversations have a key that is not read."""
 
     @property
     def tokens(self) -> int:
@@ -290,7 +290,7 @@ def _write_span(
     val_inputs = set(plan.val_inputs)
     set_names: dict[str, int] = {}
     skipped: dict[str, tuple[int, str]] = {}
-    unread: dict[str, tuple[int, str]] = {}
+    unread: Counter[str] = Counter()
     last: Position | None = None
     n_tokens = 0
     shards: dict[SplitName, _Shard] = {}
@@ -299,10 +299,10 @@ def _write_span(
             for item in items:
                 last = item.position
                 if isinstance(item, Skipped):
-                    _count(skipped, item.reason, item.where)
+                    n_skipped, first = skipped.get(item.reason, (0, item.where))
+                    skipped[item.reason] = (n_skipped + 1, first)
                     continue
-                for key in item.unread:
-                    _count(unread, key, str(item.position))
+                unread.update(item.unread)
                 if plan.val_tokens:
                     is_val = n_before + n_tokens < plan.val_tokens
                 elif val_inputs:
@@ -329,12 +329,6 @@ def _write_span(
     )
     write_json(directory / SPAN, span.model_dump(mode="json"))
     return span
-
-
-def _count(counts: dict[str, tuple[int, str]], key: str, place: str) -> None:
-    """Count a key, and keep its first place."""
-    n, first = counts.get(key, (0, place))
-    counts[key] = (n + 1, first)
 
 
 def number_of(set_name: str, set_names: dict[str, int]) -> int:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from common.settings import UserError
-from data.chat import MARKERS, ChatTokenizer, answer_targets, parse_message
-from data.loader import IGNORED
+from data.chat import IGNORED, MARKERS, ChatTokenizer, answer_targets, parse_message
 from data.tokenizer import (
     BytesConfig,
     GPT2Config,

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from common.settings import UserError, decode
+from data.chat import IGNORED
 from data.conversations import Conversations, pack
-from data.loader import IGNORED, TrainBatches, eval_batches, open_rows
+from data.loader import TrainBatches, eval_batches, open_rows
 from data.prepare.dataset import PrepareConfig, prepare
 from data.shards import TokenStream, read_manifest
 

@@ -109,7 +109,7 @@ def test_a_run_of_epochs_has_thirty_steps_an_epoch_and_resumes(chat, capsys):
     assert "by heart" not in printed.err
     longer = open_run(chat({"max_steps": 21 * rows, "batch_tokens": 64, "run_dir": str(config.run_dir / "longer")}))
     announce(longer, None)
-    assert "the run reads its data 21 epochs long, and learns it by heart: give epochs=3" in capsys.readouterr().err
+    assert "the run reads its data for 21 epochs, and learns it by heart: give epochs=3" in capsys.readouterr().err
 
 
 def test_the_loss_is_a_setting_of_the_run_and_needs_conversations(chat, dataset_dir):

@@ -7,7 +7,7 @@ from alone import open_run
 from test_torchrun import assert_same_steps
 
 from common.settings import UserError
-from data.loader import IGNORED
+from data.chat import IGNORED
 from runtime.device import Runtime
 from runtime.distributed import World
 from trainer.step import SummedLoss, accumulate_gradients

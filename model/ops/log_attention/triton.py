@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from common.numbers import ceil_div
 from model.ops.custom import accumulation_dtype, operator, refuse_second_order, refuse_transforms
 from model.ops.log_attention.chunked import NAMES
 from model.ops.log_attention.chunks import CHUNK
@@ -139,7 +140,7 @@ def _empty_results(
     q, log_v, P = inputs.q, inputs.log_v, _constants(inputs)
     (B, H, T, d_k), d_v = q.shape, log_v.shape[3]
     G, acc = B * H, accumulation_dtype(q)
-    slots = -(-T // P.C) + 1 if save else 0
+    slots = ceil_div(T, P.C) + 1 if save else 0
     slots += -slots % P.SPAN
     return (
         log_v.new_empty(B, T, H, d_v).transpose(1, 2),
@@ -149,7 +150,7 @@ def _empty_results(
         q.new_empty(G, slots, d_k, dtype=acc),
         q.new_empty(G, slots, d_k, dtype=acc),
         q.new_empty(G, slots, d_v, dtype=acc),
-        q.new_empty(G, -(-T // P.C) + 1, P.BLOCKS, dtype=torch.int8),
+        q.new_empty(G, ceil_div(T, P.C) + 1, P.BLOCKS, dtype=torch.int8),
     )
 
 
@@ -306,7 +307,7 @@ def _constants(inputs: _Tensors) -> Constants:
         D_V=d_v,
         BK=max(16, triton.next_power_of_2(d_k)),
         BV=max(16, triton.next_power_of_2(min(d_v, columns))),
-        BLOCKS=-(-d_v // columns),
+        BLOCKS=ceil_div(d_v, columns),
         C=CHUNK if narrow or d_k <= 32 else CHUNK // 2,
         OPERAND=tl.float64 if wide else tl.bfloat16 if narrow else tl.float32,
         ACC=tl.float64 if wide else tl.float32,
@@ -335,9 +336,9 @@ def _segments(inputs: _Tensors, P: Constants, most: int) -> Segments | None:
     `triton_log_attention`."""
     q, _, log_v, log_f, *_ = inputs
     (B, H, T, d_k), d_v, acc = q.shape, log_v.shape[3], accumulation_dtype(q)
-    G, N = B * H, -(-T // P.C)
-    chunks = -(-N // (most or fastest_segments(G * P.BLOCKS, N, _programs_at_once(q.device, P))))
-    S = -(-N // chunks)  # none is empty
+    G, N = B * H, ceil_div(T, P.C)
+    chunks = ceil_div(N, most or fastest_segments(G * P.BLOCKS, N, _programs_at_once(q.device, P)))
+    S = ceil_div(N, chunks)  # none is empty
     if S == 1:
         return None
     shapes = (G, S, d_k, d_v), (G * P.BLOCKS, S, d_k), (G, S, d_k), (G, S, d_v)
@@ -377,7 +378,7 @@ def fastest_segments(programs: int, chunks: int, at_once: int) -> int:
         return (
             chunks
             if segments == 1
-            else (1 + OWN_PART) * -(-chunks // segments) + JOIN * segments + START
+            else (1 + OWN_PART) * ceil_div(chunks, segments) + JOIN * segments + START
         )
 
     return min(range(1, max(1, at_once // programs) + 1), key=time)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from common.settings import UserError, decode
-from data.loader import EvalBatches
+from data.loader import EvalWindows
 from data.prepare.dataset import PrepareConfig, prepare
 from data.prepare.items import FOUR_BYTES, OUT_OF_RANGE, REMEDIES
 from data.prepare.verify import verify
@@ -90,7 +90,7 @@ def test_shards_of_every_format_come_back_as_they_are(tmp_path, folder, write, n
         split: ids.count(END) for split, ids in ended.items()
     }
     stream = TokenStream(tmp_path / "out", manifest, "val")
-    windows, targets = EvalBatches(stream, 8).rows(0, len(EvalBatches(stream, 8)))
+    windows, targets = EvalWindows(stream, 8).rows(0, len(EvalWindows(stream, 8)))
     assert [*windows[:, 0].tolist(), *targets[0].tolist()] == [*ended["val"][:-1:8], *ended["val"][1:9]]
 
 
