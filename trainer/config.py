@@ -98,9 +98,7 @@ class TrainConfig(FixedSettings, defaults="train"):
     @model_validator(mode="after")
     def _settings_fit(self) -> "TrainConfig":
         if self.epochs is not None and self.data.mixture is not None:
-            raise ValueError(
-                "epochs does not work with data.mixture: give max_steps instead"
-            )
+            raise ValueError("epochs does not work with data.mixture: give max_steps instead")
         if self.batch_tokens % self.seq_len:
             nearest = (self.batch_size or 1) * self.seq_len
             what = f"batch_tokens={self.batch_tokens} is not divisible by seq_len={self.seq_len}"
