@@ -67,17 +67,24 @@ def command(
         if word.startswith(tuple(f"{key}=" for key in text_keys))
     )
 
+    has_begun = False
+
     def work(config: JsonDict, only_check: bool = False) -> float | None:
+        nonlocal has_begun
         function: Command = resolve_name(run)
         kind = resolve_name(settings) if settings else _arguments(function)
         decoded = decode(kind, _with_texts(config, texts))
         if only_check:
             return resolve_name(check)(decoded) if check else None
+        has_begun = True
         return function(decoded) if settings else function(**dict(decoded))
 
     try:
         status = reported(
-            lambda: _run(config_name, work, texts, debug, after_sweep), debug, when_interrupted
+            lambda: _run(config_name, work, texts, debug, after_sweep),
+            lambda: has_begun,
+            debug,
+            when_interrupted,
         )
     except SystemExit as stopped:
         exits.leave(stopped.code)
@@ -100,7 +107,9 @@ def _arguments(function: Command) -> type[Settings]:
     return create_model("Arguments", __base__=Settings, **fields)
 
 
-def reported(run: Callable[[], None], debug: bool, when_interrupted: str) -> int:
+def reported(
+    run: Callable[[], None], has_begun: Callable[[], bool], debug: bool, when_interrupted: str
+) -> int:
     """Run, report a mistake or a missing package in one line on standard error, and return the exit
     status."""
     try:
@@ -117,7 +126,10 @@ def reported(run: Callable[[], None], debug: bool, when_interrupted: str) -> int
             1,
         )
     except Exception as error:
-        message, status = line_for(error) or "", 1
+        message = line_for(error) or ""
+        status = 1
+        if isinstance(error, UserError) and not has_begun():
+            status = exits.WRONG_OPTIONS
         if debug or not message:
             raise
     rank = os.environ.get("LOCAL_RANK", "0")

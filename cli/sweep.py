@@ -79,10 +79,15 @@ def run_sweep(
         if not swept and not for_hydra:
             say("-m with one value for every key runs one job: write seed=1,2 for several")
 
-        def job(
-            _: DictConfig,
-        ) -> float | None:  # launchers pickle it for other processes and machines
-            return _run_job(run, configuration, debug)
+        results: dict[str, float | None] = {}
+
+        def job(_: DictConfig) -> float | None:  # launchers pickle it for other processes
+            varied = " ".join(HydraConfig.get().overrides.task)
+            if varied in results:  # a search may choose the same values again
+                say(f"--- job {HydraConfig.get().job.num}: the earlier result of {varied}")
+            else:
+                results[varied] = _run_job(run, configuration, debug)
+            return results[varied]
 
         refuse_foreign(b"hydra:", folder / "multirun.yaml")
         refuse_foreign(b"name: optuna", folder / "optimization_results.yaml")
@@ -115,13 +120,14 @@ def run_sweep(
 
 def _check_search(folder: Path) -> None:
     """Raise UserError if all runs of a search failed."""
-    found = yaml.safe_load((folder / "optimization_results.yaml").read_text(encoding="utf-8"))
-    if math.isinf(found["best_value"]):
+    text = (folder / "optimization_results.yaml").read_text(encoding="utf-8")
+    if math.isinf(yaml.safe_load(text)["best_value"]):
         raise UserError(
             "every run of the search failed (see above): change what it varies, or what all runs "
             "share"
         )
-    if failed := _failed(folder):
+    failed = _failed(folder)
+    if failed:
         warn(f"some runs failed and count as the worst{failed}")
 
 
@@ -139,7 +145,10 @@ def _by_kind(options: list[str]) -> tuple[list[str], list[list[str]], dict[str, 
         By key: the option with several values or a range.
         Options for Hydra itself.
     """
-    fixed, values, swept, for_hydra = [], [], {}, []
+    fixed: list[str] = []
+    values: list[list[str]] = []
+    swept: dict[str, str] = {}
+    for_hydra: list[str] = []
     parsed = OverridesParser.create().parse_overrides(read_options(options))
     for key, option in {option.get_key_element(): option for option in parsed}.items():
         if option.is_hydra_override():
@@ -147,17 +156,13 @@ def _by_kind(options: list[str]) -> tuple[list[str], list[list[str]], dict[str, 
         elif option.is_sweep_override():
             swept[key] = str(option.input_line)
             if option.is_discrete_sweep():
-                is_glob = option.value_type is ValueType.GLOB_CHOICE_SWEEP
-                each = (
-                    []
-                    if is_glob
-                    else [f"{key}={value}" for value in option.sweep_string_iterator()]
-                )
-                if not each:
-                    raise UserError(
-                        f"{option.input_line} names no value: write {key}=a,b for a run with each"
-                    )
-                values.append(each)
+                choices = []
+                if option.value_type is not ValueType.GLOB_CHOICE_SWEEP:
+                    choices = [f"{key}={value}" for value in option.sweep_string_iterator()]
+                if not choices:
+                    what = f"{option.input_line} names no value"
+                    raise UserError(f"{what}: write {key}=a,b for a run with each")
+                values.append(choices)
         else:
             has_value = "=" in str(option.input_line)
             fixed.append(f"{key}={option.get_value_element_as_str()}" if has_value else key)
@@ -178,7 +183,8 @@ def _run_job(
     run: Command, configuration: Callable[[Sequence[str]], JsonDict], debug: bool
 ) -> float | None:
     """Run one job of a sweep. One that fails in a search is a result, too: the worst value."""
-    now, run_dir = HydraConfig.get(), None
+    now = HydraConfig.get()
+    run_dir = None
     searches = now.runtime.choices["hydra/sweeper"] == "optuna"
     try:
         config = configuration(now.overrides.task)
@@ -190,7 +196,8 @@ def _run_job(
             if run_dir:  # another sweep that met this job here has left its refusal
                 (run_dir / _ERROR).unlink(missing_ok=True)
     except Exception as error:
-        if debug or not (message := line_for(error)):
+        message = line_for(error)
+        if debug or not message:
             raise
         print_error(message)  # at once; the other jobs continue
         if run_dir:
@@ -241,9 +248,8 @@ def _settings_of_plugins(chosen: DictConfig, has_values: bool) -> list[str]:
     Raises:
         UserError: a launcher or a sweeper cannot work with these options.
     """
-    launcher, sweeper = (
-        chosen.runtime.choices[f"hydra/{plugin}"] for plugin in ("launcher", "sweeper")
-    )
+    launcher = chosen.runtime.choices["hydra/launcher"]
+    sweeper = chosen.runtime.choices["hydra/sweeper"]
     more = []
     if launcher == "joblib":
         if chosen.launcher.n_jobs == 0:

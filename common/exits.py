@@ -12,6 +12,8 @@ from typing import NoReturn
 AGAIN = 75
 """Stopped; only the steps since the last checkpoint are lost. Run the same command again
 (EX_TEMPFAIL)."""
+WRONG_OPTIONS = 2
+"""A mistake in the options: the command has not begun its work."""
 
 at_once = False
 """Whether Python must not wait at its end for what other packages have started, because that may

@@ -258,9 +258,11 @@ def no_pictures(request, monkeypatch):
 def restored_torch():
     """Restores the process-wide settings that open_runtime changes."""
     before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    n_threads = torch.get_num_threads()
     yield
     torch.use_deterministic_algorithms(before[0])
     torch.set_float32_matmul_precision(before[1])
+    torch.set_num_threads(n_threads)
     console.quiet = False
 
 

@@ -50,6 +50,9 @@ class PlanConfig(TrainConfig, defaults="plan"):
             raise ValueError(
                 f"{has}, fewer than n_device={self.n_device}: lower n_device, or raise batch_tokens"
             )
+        if self.device not in ("auto", "cpu") and device_by_name(self.device) is None:
+            names = ", ".join(known_device.name for known_device in DEVICES)
+            raise ValueError(f"device={self.device} is not known: give one of {names}, cpu, auto")
         if self.mfu and self.tokens_per_second:
             raise ValueError("mfu and tokens_per_second both set the rate: give only one")
         return self
@@ -71,7 +74,7 @@ def plan(config: PlanConfig) -> JsonDict:
     """All figures by section, in bytes, seconds and tokens. None means unknown.
 
     Raises:
-        UserError: the plan needs a device that this machine does not have, or is not known.
+        UserError: the plan needs a device that this machine does not have.
     """
     target = find_target(config)
     share = config.share_of(config.n_device)
@@ -113,7 +116,7 @@ def find_target(config: PlanConfig) -> Target:
     """The requested device, or this machine's.
 
     Raises:
-        UserError: this machine has no GPU, or the device is not known.
+        UserError: this machine has no GPU.
     """
     device = config.device
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -125,9 +128,6 @@ def find_target(config: PlanConfig) -> Target:
         device = "cpu"
     where = torch.device("cpu" if device == "cpu" else "cuda")
     known = device_of_gpu(gpu or "") if device == "auto" else device_by_name(device)
-    if known is None and device not in ("auto", "cpu"):
-        names = ", ".join(known_device.name for known_device in DEVICES)
-        raise UserError(f"device={device} is not known: give one of {names}, cpu, auto")
     dtype = config.runtime.dtype
     if dtype == "auto":
         is_fast = known.bfloat16 is not None if known else is_bfloat16_fast(where)

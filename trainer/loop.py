@@ -25,7 +25,7 @@ from trainer.bad_steps import first_not_finite, why_bad
 from trainer.config import TrainConfig
 from trainer.init_from import open_source
 from trainer.records import Records
-from trainer.run_dir import check_folder, own_run
+from trainer.run_dir import check_folder, keep_threads, own_run
 from trainer.samples import sample
 from trainer.signals import StopSignals
 from trainer.start import Run, open_data, open_run
@@ -55,6 +55,8 @@ def fit(config: TrainConfig) -> float | None:
     config.tracker.import_packages()
     check_folder(config.run_dir)
     runtime = open_runtime(config.runtime)
+    if runtime.device.type == "cpu":
+        keep_threads(config.run_dir)
     with (
         StopSignals() as signals,
         join_world(runtime.device, timedelta(minutes=config.runtime.timeout_minutes)) as world,
@@ -320,7 +322,8 @@ def _say_done(run: Run) -> None:
         loss = f"{run.state.best_val_loss:.4f}, at step {run.state.best_step}"
         lowest = f"; lowest validation loss {loss}"
     done = f"step {run.state.step:,} of {config.max_steps:,}"
-    say(f"{done} saved in {config.run_dir}, with loss.png{lowest}")
+    picture = ", with loss.png" if (config.run_dir / "loss.png").exists() else ""
+    say(f"{done} saved in {config.run_dir}{picture}{lowest}")
     options: JsonDict = {"checkpoint": str(config.run_dir)}
     if config.data.loss == "answers":
         options["interactive"] = True

@@ -18,6 +18,8 @@ from common.settings import decode, variant_names
 from data.chat import ChatTokenizer
 from data.tokenizer import BytesConfig, build_tokenizer
 from model.attention import ATTENTION
+from model.attention.log_space import LogSpaceConfig
+from model.attention.softmax import SoftmaxConfig
 from model.gpt import GPT, GPTConfig
 from tools.convert.export_hf import export
 from tools.convert.hf_tokenizer import tokenizer_files
@@ -314,7 +316,7 @@ def test_a_gpt2_is_known_by_its_settings(changes, is_one):
 
 def test_an_exports_code_imports_nothing_that_is_missing_beside_transformers():
     """Files import each other, or packages that come with transformers; triton only if it is installed."""
-    files = modeling_files()
+    files = modeling_files(ATTENTION)
     needed = {"torch", "transformers", "pydantic", "pydantic_core", "yaml"}  # transformers needs yaml, too
     for name, text in files.items():
         for node in ast.walk(ast.parse(text, name)):
@@ -329,3 +331,12 @@ def test_an_exports_code_imports_nothing_that_is_missing_beside_transformers():
         assert not any(alias.name.startswith("triton") for node in outside for alias in node.names), name
     for module in ("log_attention_triton", "log_recurrence_triton", "linear_cross_entropy_triton"):
         assert f"model_ops_{module}.py" in files, "only GPUs import it"
+
+
+def test_an_export_holds_only_its_own_mechanisms():
+    files = modeling_files([LogSpaceConfig, SoftmaxConfig, SoftmaxConfig])
+    assert {name for name in files if name.startswith("model_attention_")} == {
+        f"model_attention_{name}.py" for name in ("base", "cache", "log_space", "softmax")
+    }
+    assert "model_ops_linear_attention.py" not in files
+    assert "model_ops_log_attention.py" in files

@@ -62,7 +62,9 @@ def test_devices_that_share_unevenly_are_said(command):
     ],
 )
 def test_a_mistake_is_one_line(command, arguments, fragments):
-    assert_one_line(command("scripts/plan", "experiment=pile_125m", *arguments.split()), *fragments)
+    result = command("scripts/plan", "experiment=pile_125m", *arguments.split())
+    assert_one_line(result, *fragments)
+    assert result.status == (1 if "cuda" in arguments else 2)
 
 
 def test_the_largest_micro_batch_fits_and_one_more_does_not(tiny_plan):

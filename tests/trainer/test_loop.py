@@ -143,3 +143,5 @@ def test_a_batch_that_the_processes_cannot_share_is_refused(tiny):
         open_run(tiny(), size=5)
     with pytest.raises(UserError, match=r"batch_tokens=48 is 3 sequences, not divisible among 2 processes"):
         open_run(tiny({"batch_tokens": 48, "runtime.strategy": "fsdp"}), size=2)
+    with pytest.raises(UserError, match=r"4 sequences with epochs=2 \(with max_steps, batch_tokens stays\), fewer"):
+        open_run(tiny({"epochs": 2}), size=5)

@@ -72,7 +72,7 @@ def _write_model(gpt: GPT, tokenizer: Tokenizer, folder: Path) -> bool:
         }
     else:
         tensors = {f"gpt.{name}": value for name, value in tensors.items()}
-        for name, text in modeling_files().items():
+        for name, text in modeling_files(map(type, [config.attention, *config.layers])).items():
             (folder / name).write_text(text, encoding="utf-8")
         shutil.copyfile(_HERE.parents[1] / "LICENSE", folder / "LICENSE-code")
     metadata = {"format": "pt"}  # transformers refuses a file without it

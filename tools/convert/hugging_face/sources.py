@@ -18,8 +18,12 @@ _OURS = re.compile(r"^( *)from ((?:common|model|tools)(?:\.\w+)*) import (\w*)",
 _TRITON = re.compile(r"^(import triton.*)$", re.MULTILINE)
 
 
-def modeling_files() -> dict[str, str]:
-    """Return the name and text of every file that the two classes need."""
+def modeling_files(mechanisms: Iterable[type]) -> dict[str, str]:
+    """Return the name and text of every file that the two classes need.
+
+    Args:
+        mechanisms: the configuration classes of the model's attention.
+    """
     texts: dict[str, str] = {}
     waiting = [_HERE + name.split(".")[0] for name in (CONFIG_CLASS, MODEL_CLASS)]
     while waiting:
@@ -27,15 +31,28 @@ def modeling_files() -> dict[str, str]:
         name = f"{_flat(module)}.py"
         if name not in texts:
             text = _path(module).read_text(encoding="utf-8")
+            if module == "model.attention":
+                text = _attention(mechanisms)
             waiting += [_module(match) for match in _OURS.finditer(text)]
             texts[name] = _rewritten(text)
-    texts[MODEL_CLASS.split(".")[0] + ".py"] += _list_of(texts)
+    # transformers copies the files that the first one imports, and knows a class of one folder from
+    # that of another by them.
+    copied = _list_of(texts)
+    for name in (CONFIG_CLASS, MODEL_CLASS):
+        texts[name.split(".")[0] + ".py"] += copied
     return texts
 
 
+def _attention(mechanisms: Iterable[type]) -> str:
+    """Return model/attention/__init__.py with these mechanisms only."""
+    classes = {kind.__name__: kind.__module__ for kind in mechanisms}
+    imports = [f"from {module} import {name}" for name, module in classes.items()]
+    names = f"AttentionConfig = {' | '.join(classes)}", f"ATTENTION = ({', '.join(classes)},)"
+    return "\n".join(['"""The model\'s attention."""\n', *imports, "", *names, ""])
+
+
 def _list_of(files: Iterable[str]) -> str:
-    """Return code that imports every file: some versions of transformers copy only what the first
-    file imports."""
+    """Return code that names every file in an import, and does not run."""
     lines = (
         f"    from .{name.removesuffix('.py')} import __doc__ as _\n" for name in sorted(files)
     )
