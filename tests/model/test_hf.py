@@ -149,6 +149,7 @@ def test_logits_and_generated_texts_are_ours(work, name):
         texts = [greedy(gpt, ids[b, 3 if b == 1 else 0 : 20], 16) for b in range(3)]
     assert got["logits"].dtype == torch.float64
     torch.testing.assert_close(got["logits"], wanted, **CLOSE)
+    torch.testing.assert_close(got["of_base_model"], wanted, **CLOSE)
     torch.testing.assert_close(got["in_pieces"], wanted, **CLOSE)
     torch.testing.assert_close(got["last"], wanted[:, -2:], **CLOSE)
     torch.testing.assert_close(got["padded"][0], wanted[0], **CLOSE)

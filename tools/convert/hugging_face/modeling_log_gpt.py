@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from common.settings import decode
@@ -38,17 +38,89 @@ class GPTCache:
         self.state = select_rows(self.state, beam_idx.tolist())
 
 
+class LogGPTModel(GPT):
+    """The GPT up to its output layer, in the form that transformers calls a base model."""
+
+    gradient_checkpointing = False  # `gradient_checkpointing_enable` sets it
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: GPTCache | None = None,
+        use_cache: bool = False,
+        **options: Any,
+    ) -> BaseModelOutputWithPast:
+        """Return the output layer's input (B, T, n_embd), and the cache if `use_cache`."""
+        for key in ("output_hidden_states", "output_attentions"):
+            if options.get(key):
+                raise ValueError(
+                    f"{key}=True: this model returns logits and its cache only; leave it out"
+                )
+        if input_ids is None or not isinstance(past_key_values, GPTCache | None):
+            raise ValueError(
+                "this model reads input_ids and its own cache: tune it by LoRA, not by prompts "
+                "or prefixes"
+            )
+        self.recompute = "block" if self.gradient_checkpointing and not use_cache else "none"
+        cache = past_key_values if past_key_values is not None else GPTCache()
+        T = input_ids.shape[1]
+        present = None if attention_mask is None else attention_mask[:, -T:].bool()
+        x, state = self._read(input_ids, present, cache.state, use_cache)
+        if not use_cache:
+            return BaseModelOutputWithPast(last_hidden_state=x)
+        cache.state = state
+        cache.length += T
+        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache)
+
+    def _read(
+        self, input_ids: Tensor, present: Tensor | None, state: GPTState | None, return_state: bool
+    ) -> tuple[Tensor, GPTState | None]:
+        """Return the output layer's input (B, T, n_embd) and the state. Padding does not influence
+        them.
+
+        Padding after a text gets the features of the text's last token, because `generate` reads
+        the last column.
+        """
+        if present is None or bool(present.all()):
+            return self.features(input_ids, state, return_state)
+        if not present.any(1).all():
+            raise ValueError(
+                "a row of attention_mask has no token: give it at least one, such as bos_token"
+            )
+        if return_state or bool((present[:, 1:] > present[:, :-1]).any()):
+            x, state = self._read_row_by_row(input_ids, present, state, return_state)
+        else:  # padding comes only after the texts, which cannot attend to it
+            x, state = self.features(input_ids, state, return_state)
+        rows, places = (torch.arange(n, device=x.device) for n in present.shape)
+        last_token = torch.where(present, places, 0).cummax(1).values
+        return x[rows.unsqueeze(1), last_token], state
+
+    def _read_row_by_row(
+        self, input_ids: Tensor, present: Tensor, state: GPTState | None, return_state: bool
+    ) -> tuple[Tensor, GPTState | None]:
+        """The same, with zeros as features of padding."""
+        rows = [
+            self.features(input_ids[b, tokens].unsqueeze(0), select_rows(state, [b]), return_state)
+            for b, tokens in enumerate(present)
+        ]
+        x = torch.cat([x[0] for x, _ in rows])  # (tokens without padding, n_embd)
+        padded = x.new_zeros(*input_ids.shape, x.shape[-1])
+        padded[present] = x
+        return padded, cat_states([state for _, state in rows]) if return_state else None
+
+
 class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
     """Any GPT of ours as a causal language model."""
 
     config_class = LogGPTConfig
+    base_model_prefix = "gpt"
     supports_gradient_checkpointing = True
     _is_stateful = True
 
     def __init__(self, config: LogGPTConfig) -> None:
         super().__init__(config)
-        self.gradient_checkpointing = False  # `gradient_checkpointing_enable` sets it
-        self.gpt = GPT(decode(GPTConfig, config.architecture), config.document_start)
+        self.gpt = LogGPTModel(decode(GPTConfig, config.architecture), config.document_start)
         self.post_init()
 
     def _init_weights(self, module: torch.nn.Module) -> None:
@@ -62,9 +134,11 @@ class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
         """Replace the token embeddings."""
         self.gpt.embed = value
 
-    def get_output_embeddings(self) -> torch.nn.Module | None:
-        """Return the output layer, unless it is the embeddings."""
-        return None if self.gpt.config.tied else self.gpt.output
+    def get_output_embeddings(self) -> torch.nn.Module:
+        """Return the output layer, which may also be the embeddings."""
+        layer = self.gpt.embed if self.gpt.config.tied else self.gpt.output
+        layer.register_parameter("bias", None)  # trl reads it, and embeddings have none
+        return layer
 
     def set_output_embeddings(self, new_embeddings: Any) -> None:
         """Replace the output layer."""
@@ -105,70 +179,18 @@ class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
             logits_to_keep: return logits of this many last tokens only, or of these positions; 0:
                 of all.
         """
-        for key in ("output_hidden_states", "output_attentions"):
-            if options.get(key, getattr(self.config, key, False)):
-                raise ValueError(
-                    f"{key}=True: this model returns logits and its cache only; leave it out"
-                )
-        if input_ids is None or not isinstance(past_key_values, GPTCache | None):
-            raise ValueError(
-                "this model reads input_ids and its own cache: tune it by LoRA, not by prompts "
-                "or prefixes"
-            )
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        self.gpt.recompute = "block" if self.gradient_checkpointing and not use_cache else "none"
-        cache = past_key_values if past_key_values is not None else GPTCache()
-        T = input_ids.shape[1]
-        present = None if attention_mask is None else attention_mask[:, -T:].bool()
-        x, state = self._read(input_ids, present, cache.state, use_cache)
+        for key in ("output_hidden_states", "output_attentions"):
+            options.setdefault(key, getattr(self.config, key, False))
+        read = self.gpt(input_ids, attention_mask, past_key_values, use_cache, **options)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.gpt.logits(x[:, kept])
-        if use_cache:
-            cache.state, cache.length = state, cache.length + T
+        logits = self.gpt.logits(read.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=logits.shape[-1], **options
             )
         return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=cache if use_cache else None
+            loss=loss, logits=logits, past_key_values=read.past_key_values
         )
-
-    def _read(
-        self, input_ids: Tensor, present: Tensor | None, state: GPTState | None, return_state: bool
-    ) -> tuple[Tensor, GPTState | None]:
-        """Return the output layer's input (B, T, n_embd) and the state. Padding does not influence
-        them.
-
-        Padding after a text gets the features of the text's last token, because `generate` reads
-        the last column.
-        """
-        if present is None or bool(present.all()):
-            return self.gpt.features(input_ids, state, return_state)
-        if not present.any(1).all():
-            raise ValueError(
-                "a row of attention_mask has no token: give it at least one, such as bos_token"
-            )
-        if return_state or bool((present[:, 1:] > present[:, :-1]).any()):
-            x, state = self._read_row_by_row(input_ids, present, state, return_state)
-        else:  # padding comes only after the texts, which cannot attend to it
-            x, state = self.gpt.features(input_ids, state, return_state)
-        rows, places = (torch.arange(n, device=x.device) for n in present.shape)
-        last_token = torch.where(present, places, 0).cummax(1).values
-        return x[rows.unsqueeze(1), last_token], state
-
-    def _read_row_by_row(
-        self, input_ids: Tensor, present: Tensor, state: GPTState | None, return_state: bool
-    ) -> tuple[Tensor, GPTState | None]:
-        """The same, with zeros as features of padding."""
-        rows = [
-            self.gpt.features(
-                input_ids[b, tokens].unsqueeze(0), select_rows(state, [b]), return_state
-            )
-            for b, tokens in enumerate(present)
-        ]
-        x = torch.cat([x[0] for x, _ in rows])  # (tokens without padding, n_embd)
-        padded = x.new_zeros(*input_ids.shape, x.shape[-1])
-        padded[present] = x
-        return padded, cat_states([state for _, state in rows]) if return_state else None
