@@ -253,10 +253,8 @@ def _settings_of_plugins(chosen: DictConfig, has_values: bool) -> list[str]:
     more = []
     if launcher == "joblib":
         if chosen.launcher.n_jobs == 0:
-            raise UserError(
-                "hydra.launcher.n_jobs=0 starts no worker: use 1 or more, or -1 for one per GPU "
-                "or CPU"
-            )
+            what = "hydra.launcher.n_jobs=0 starts no worker"
+            raise UserError(f"{what}: use 1 or more, or -1 for one per GPU or CPU")
         let_workers_save()
         if chosen.launcher.n_jobs == -1 and visible_gpus():
             more.append(f"hydra.launcher.n_jobs={len(visible_gpus())}")

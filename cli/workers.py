@@ -24,8 +24,10 @@ _held = contextlib.ExitStack()  # this process's GPU, until it ends
 
 @contextlib.contextmanager
 def among_others(launcher: str) -> Iterator[None]:
-    """Run a sweep's job as its launcher needs it; "basic" runs one job after the other and needs
-    nothing."""
+    """Run a job of a sweep as its launcher needs it.
+
+    Launcher "basic" runs one job after the other, and needs nothing.
+    """
     guard_output(lossy=True)
     is_worker = multiprocessing.current_process().name != "MainProcess"
     if launcher == "joblib" and is_worker:  # with n_jobs=1, the sweep itself runs the jobs
@@ -42,8 +44,11 @@ def among_others(launcher: str) -> Iterator[None]:
 
 @functools.cache
 def end_with_parent() -> int:
-    """Stop this worker, with its step saved, when its sweep ends in any way; returns the sweep's
-    process id."""
+    """Save and stop this worker when its sweep ends in any way.
+
+    Returns:
+        The process id of the sweep.
+    """
     parent = os.getppid()
     os.setpgid(0, 0)  # a terminal's Ctrl-C is for the parent
 
@@ -71,7 +76,7 @@ def let_workers_save() -> None:
 
 @functools.cache
 def take_gpu() -> None:
-    """Reserve one GPU for this process, before CUDA starts: one that the fewest other workers have.
+    """Reserve a GPU for this process before CUDA starts: the one that the fewest workers have.
 
     Lock files in a folder of this user record which GPU each running worker uses, across all
     sweeps.
@@ -81,19 +86,20 @@ def take_gpu() -> None:
         return
     folder = Path(tempfile.gettempdir()) / f"log-gpt-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    for number, gpu in ((number, gpu) for number in count() for gpu in gpus):
-        with contextlib.suppress(UserError):  # another worker has it
-            _held.enter_context(
-                owned(folder / f"gpu-{gpu.replace('/', '-')}-{number}.lock", lambda: "taken")
-            )
-            os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-            say(f"process {os.getpid()} trains on GPU {gpu}")
-            return
+    for number in count():
+        for gpu in gpus:
+            lock = folder / f"gpu-{gpu.replace('/', '-')}-{number}.lock"
+            with contextlib.suppress(UserError):  # another worker has it
+                _held.enter_context(owned(lock, lambda: "taken"))
+                os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+                return say(f"process {os.getpid()} trains on GPU {gpu}")
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them, without
-    starting CUDA."""
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
+
+    CUDA is not started.
+    """
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         import torch  # slow, and --help needs none of it

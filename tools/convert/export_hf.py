@@ -38,31 +38,29 @@ def export(checkpoint: Path, out_dir: Path) -> None:
     gpt, tokenizer = load_model(opened)
     beside = out_dir.absolute().with_name(f".{out_dir.absolute().name}.export")
     make_directory(beside, "out_dir")
-    with owned(
-        beside,
-        lambda: f"out_dir={out_dir} is being written by another process: choose another folder",
-    ):
+    refusal = f"out_dir={out_dir} is being written by another process: choose another folder"
+    with owned(beside, lambda: refusal):
         try:
             for old in beside.iterdir():  # left by an export that was killed
                 old.unlink()
             plain = _write_model(gpt, tokenizer, beside)
             for name, content in tokenizer_files(tokenizer, gpt.config.max_len).items():
                 write_json(beside / name, content)
-            (beside / "README.md").write_text(
-                _card(gpt, tokenizer, opened.state, plain), encoding="utf-8"
-            )
+            card = _card(gpt, tokenizer, opened.state, plain)
+            (beside / "README.md").write_text(card, encoding="utf-8")
             os.rename(beside, out_dir)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
-    say(
-        f"written to {out_dir}: {'a GPT2LMHeadModel' if plain else 'a model with its own code'} "
-        "(see README.md there)"
-    )
+    kind = "a GPT2LMHeadModel" if plain else "a model with its own code"
+    say(f"written to {out_dir}: {kind} (see README.md there)")
 
 
 def _write_model(gpt: GPT, tokenizer: Tokenizer, folder: Path) -> bool:
-    """Write weights, configuration and, unless transformers has this model, code; return whether it
-    has it."""
+    """Write weights, configuration, and code if transformers does not have this model.
+
+    Returns:
+        Whether transformers has it.
+    """
     config, tensors = _without_padding(gpt, tokenizer.n_vocab)
     plain = is_gpt2(config) and gpt.eot_id is None  # GPT-2's documents see each other
     if plain:
@@ -93,8 +91,10 @@ def _write_model(gpt: GPT, tokenizer: Tokenizer, folder: Path) -> bool:
 
 
 def _without_padding(gpt: GPT, n_vocab: int) -> tuple[GPTConfig, dict[str, Tensor]]:
-    """Return the model without the padding rows of its embedding: other programs would sample
-    them."""
+    """Return the model without the padding rows of its embedding.
+
+    Other programs would sample them.
+    """
     config = decode(GPTConfig, gpt.config.model_dump() | {"n_vocab": n_vocab, "pad_vocab": 1})
     tensors = gpt.state_dict()
     by_token = {
@@ -106,8 +106,10 @@ def _without_padding(gpt: GPT, n_vocab: int) -> tuple[GPTConfig, dict[str, Tenso
 
 
 def _own_config(config: GPTConfig, document_start: int | None) -> JsonDict:
-    """Return config.json for a model with its own code: the architecture, and keys that other
-    programs look for."""
+    """Return config.json for a model with its own code.
+
+    It holds the architecture, and keys that other programs look for.
+    """
     limit = {} if config.max_len is None else {"max_position_embeddings": config.max_len}
     return {
         "model_type": "log_gpt",
