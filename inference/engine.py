@@ -98,19 +98,17 @@ class Engine:
         n_vocab: int,
         max_streams: int,
         interleave: bool = False,
-        end_ids: Sequence[int] = (-1,),
         cache: PromptCache | None = None,
     ) -> None:
         """Create an engine without texts.
 
         Args:
-            n_vocab, end_ids: as for `read`.
+            n_vocab: as for `read`.
             interleave: read prompts chunk by chunk between other texts' tokens.
             cache: keeps the states of prompts. It does not change the output, to the bit.
         """
         self.gpt = gpt
         self.n_vocab = n_vocab
-        self.end_ids = end_ids
         self.max_streams = max_streams
         self.interleave = interleave
         self.cache = cache
@@ -147,7 +145,7 @@ class Engine:
         n_tokens = request.n_read
         if max_len is not None and n_tokens > max_len:
             raise UserError(
-                f"a prompt of {request.n_prompt} tokens (<|endoftext|> before it included) and "
+                f"a prompt of {len(request.ids)} tokens (<|endoftext|> before it included) and "
                 f"{request.max_tokens} new tokens do not fit into the model's {max_len} learned "
                 "positions: shorten one of them"
             )
@@ -171,9 +169,7 @@ class Engine:
         if self._writing:
             with _failing(self._writing):
                 drawn = torch.tensor([generation.drawn[-1:] for generation in self._writing])
-                self._texts, _ = read(
-                    self.gpt, drawn, self.n_vocab, self._texts, self.end_ids, self._step
-                )
+                self._texts, _ = read(self.gpt, drawn, self.n_vocab, self._texts, self._step)
             self._keep_unfinished()
 
     def _read_prompts(self) -> None:
@@ -199,14 +195,10 @@ class Engine:
                 generation.n_cached = generation.n_read
             while generation.n_read < len(request.ids):
                 chunk = torch.tensor([request.ids[generation.n_read : generation.n_read + size]])
-                prefix, logits = read(
-                    self.gpt, chunk, self.n_vocab, generation.prefix, self.end_ids
-                )
+                prefix, logits = read(self.gpt, chunk, self.n_vocab, generation.prefix)
                 generation.accept_prompt(prefix, logits[0])
                 n_read = generation.n_read
-                begins_text = request.before is None
-                is_kept = begins_text and _is_kept(n_read, len(request.ids), size)
-                if self.cache is not None and is_kept:
+                if self.cache is not None and _is_kept(n_read, len(request.ids), size):
                     self.cache.add(request.ids[:n_read], prefix)
                 if self.interleave and n_read < len(request.ids):
                     self._reading.append(generation)
@@ -220,7 +212,6 @@ class Engine:
         with _failing(self._writing):
             drawn = draw(
                 self._texts.logits,
-                self._texts.seen,
                 [generation.sampling for generation in self._writing],
                 [generation.generator for generation in self._writing],
             )
@@ -268,23 +259,21 @@ def generate(
     prompt_ids: Tensor | Sequence[Tensor],
     *,
     n_vocab: int,
-    eot_id: int = -1,
     sampling: SamplingConfig | None = None,
     generators: Sequence[torch.Generator | None] | None = None,
 ) -> Iterator[Tensor]:
     """Endlessly yield the next token of every text in the batch, (B,) int64.
 
     Args:
-        prompt_ids: (B, T) with T at least 1; or texts (T,) of different lengths. n_vocab: ids from
-        here on, the padding of the embedding, are never drawn. eot_id: the token that ends texts;
-        penalties do not apply to it; -1: the last id, n_vocab - 1. sampling: how to draw; None:
-        from the model's own distribution. generators: sources of randomness, on the CPU, one for
-        each text.
+        prompt_ids: (B, T) with T at least 1; or texts (T,) of different lengths.
+        n_vocab: ids from here on, the padding of the embedding, are never drawn.
+        sampling: how to draw; None: from the model's own distribution.
+        generators: sources of randomness, on the CPU, one for each text.
 
     Raises:
         UserError: the model's logits are not finite.
     """
-    engine = Engine(gpt, n_vocab, len(prompt_ids), end_ids=[eot_id])
+    engine = Engine(gpt, n_vocab, len(prompt_ids))
     sampling = sampling or SamplingConfig()
     texts = [Generation(Request(tuple(ids.tolist()), sampling=sampling)) for ids in prompt_ids]
     for text, generator in zip(texts, generators or [None] * len(texts), strict=True):

@@ -111,7 +111,7 @@ class Generation:
         settings = request.sampling.model_dump(include=set(SamplingConfig.model_fields))
         self.sampling = SamplingConfig(**settings)
         self.generator: torch.Generator | None = torch.Generator().manual_seed(request.seed)
-        self.prefix = request.before
+        self.prefix: Prefix | None = None
         """The text as far as it is read; None once it is a row of the engine's batch."""
         self.n_read = 0
         """Tokens of the prompt that are read."""

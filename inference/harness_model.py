@@ -155,9 +155,7 @@ class HarnessModel(TemplateLM):
             Generation(self._request(request, seed), self._tokenizer)
             for seed, request in enumerate(requests)
         ]
-        engine = Engine(
-            self.gpt, self._tokenizer.n_vocab, self.micro_batch, end_ids=self._tokenizer.end_ids
-        )
+        engine = Engine(self.gpt, self._tokenizer.n_vocab, self.micro_batch)
         engine.submit(sorted(texts, key=lambda text: -len(text.request.ids)))
         with Track("continuations", len(texts)) as track, self.runtime.autocast():
             for text in texts:

@@ -29,20 +29,22 @@ from inference.sampling import SamplingConfig
 # Every new token's text is compared with all beginnings of these.
 _MOST_STOPS = 16
 _LONGEST_STOP = 256
-_NOT_OFFERED = {
-    "presence_penalty": "use repetition_penalty",
-    "frequency_penalty": "use repetition_penalty",
-    "logit_bias": "leave it out",
-    "suffix": "leave it out",
-    "tools": "leave it out",
-    "tool_choice": "leave it out",
-    "response_format": "leave it out",
-}
+_NOT_OFFERED = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "suffix",
+    "tools",
+    "tool_choice",
+    "response_format",
+)
 _IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls")
 # These are what happens anyway.
 _USUAL: dict[str, list[Any]] = {
     "response_format": [{"type": "text"}],
     "tool_choice": ["none", "auto"],
+    "repetition_penalty": [1],
 }
 _Message = Annotated[tuple[str, str], BeforeValidator(parse_message)]
 _MESSAGES = TypeAdapter(list[JsonDict]).json_schema()
@@ -105,9 +107,9 @@ class _Shared(SamplingConfig):
         for key, value in raw.items():
             if value is not None and key not in _IGNORED and value not in _USUAL.get(key, []):
                 body[key] = value
-        for key, instead in _NOT_OFFERED.items():
+        for key in _NOT_OFFERED:
             if body.pop(key, None):  # 0, "" and {} have no effect
-                raise ValueError(f"{key} is not supported: {instead}")
+                raise ValueError(f"{key} is not supported: leave it out")
         n = body.get("n", 1)
         if body.pop("best_of", n) != n:
             raise ValueError("best_of is not supported: use n only")

@@ -151,7 +151,7 @@ async function run(path, body, take) {
 // The form as a request. A missing seed is chosen here, so that it can be shown.
 function request() {
   const number = (name) => (form.elements[name].value === "" ? null : Number(form.elements[name].value));
-  const names = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens"];
+  const names = ["temperature", "top_k", "top_p", "min_p", "max_tokens"];
   const stop = form.elements.stop.value.split("\n").filter((line) => line !== "");
   return {
     prompt: prompt.value,
