@@ -114,7 +114,7 @@ def run_harness(config: HarnessConfig) -> None:
     show_table(_table(results))
     settings = {"tasks", "num_fewshot", "limit", "max_length", "apply_chat_template"}
     result = {
-        **loaded.about(config),
+        **loaded.about(),
         **config.model_dump(mode="json", include=settings),
         **{key: results[key] for key in _KEPT if key in results},
     }
