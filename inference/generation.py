@@ -1,7 +1,6 @@
 """A text that the engine continues: what it is so far, why it ended, what is reported meanwhile."""
 
 import codecs
-import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -12,8 +11,6 @@ from data.tokenizer import Tokenizer
 from inference.prefill import Prefix, Request
 from inference.sampling import SamplingConfig
 
-_LONG = 4096  # tokens of a prompt whose progress is reported
-_SECONDS_BETWEEN_REPORTS = 1.0
 _LEAST_LOGPROB = -9999.0  # lower values are raised to it, as in OpenAI's API: JSON has no infinity
 
 FinishReason = Literal["length", "stop", "end_of_text"]
@@ -89,8 +86,6 @@ class Update(NamedTuple):
     """The tokens that begin in `text`; empty if n_top is None."""
     finish_reason: FinishReason | None = None
     """Set in the last update only."""
-    n_read: int = 0
-    """Of a long prompt that is being read: its tokens read so far. There is no text yet."""
 
 
 Tell = Callable[[Update | Exception], None]
@@ -129,7 +124,6 @@ class Generation:
         self.cancelled = False
         """Set this to make the text leave with the engine's next turn."""
         self.tell: Tell = lambda update: None
-        self._told = time.monotonic()
         # Of the prompt; then of the continuation.
         self._stream = TextStream(tokenizer) if tokenizer else None
         self._n_echoed = 0  # characters of the prompt in `text`
@@ -159,9 +153,6 @@ class Generation:
         start = self.n_read
         self.prefix = prefix
         self.n_read += len(logits)
-        if len(ids) >= _LONG and time.monotonic() > self._told + _SECONDS_BETWEEN_REPORTS:
-            self._told = time.monotonic()
-            self.tell(Update(n_read=self.n_read))
         if self._stream and not self.may_skip:
             if start == self.request.prompt_start == 0:
                 self._later.append(Token(ids[0], 0, None, {}))

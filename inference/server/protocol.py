@@ -9,17 +9,9 @@ https://platform.openai.com/docs/api-reference/chat
 import secrets
 from typing import Annotated, Any
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    WithJsonSchema,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from common.settings import JsonDict, Settings, UserError
+from common.settings import Settings, UserError
 from data.chat import ChatTokenizer, parse_message
 from data.tokenizer import Tokenizer
 from inference.load import ModelConfig
@@ -47,8 +39,6 @@ _USUAL: dict[str, list[Any]] = {
     "repetition_penalty": [1],
 }
 _Message = Annotated[tuple[str, str], BeforeValidator(parse_message)]
-_MESSAGES = TypeAdapter(list[JsonDict]).json_schema()
-_PROMPT = TypeAdapter(str | list[str] | list[int] | list[list[int]]).json_schema()
 
 
 class ServeConfig(ModelConfig, defaults="serve"):
@@ -127,7 +117,7 @@ class _Shared(SamplingConfig):
 class CompletionRequest(_Shared):
     """A request to continue prompts."""
 
-    prompt: Annotated[list[str] | list[list[int]], WithJsonSchema(_PROMPT)] = Field([""])
+    prompt: list[str] | list[list[int]] = Field([""])
     """A text to continue, or its token ids, or a list of either; empty: from the beginning."""
     max_tokens: int = Field(16, ge=0)
     """Longest continuation; a text may end before. 0 with echo: only the prompt."""
@@ -152,7 +142,7 @@ class CompletionRequest(_Shared):
 class ChatRequest(_Shared):
     """A request for the next answer of a conversation."""
 
-    messages: Annotated[list[_Message], Field(min_length=1), WithJsonSchema(_MESSAGES)]
+    messages: list[_Message] = Field(min_length=1)
     """The conversation so far: [{"role": "user", "content": "Hello"}]."""
     max_tokens: int | None = Field(None, ge=1)
     """Longest answer; null: as the server and the model allow."""
@@ -180,10 +170,6 @@ class ChatRequest(_Shared):
             max_tokens=self.max_completion_tokens or self.max_tokens or most,
             logprobs=self.top_logprobs if wants_logprobs else None,
         )
-
-
-KEYS = {*CompletionRequest.model_fields, *ChatRequest.model_fields, *_NOT_OFFERED, "best_of"}
-"""Keys that a message about a wrong request can begin with."""
 
 
 def _are_ids(prompt: Any) -> bool:

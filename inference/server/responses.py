@@ -13,14 +13,10 @@ from inference.generation import Generation, Token, Update
 class ApiError(Exception):
     """An error response."""
 
-    def __init__(
-        self, status: int, message: str, code: str | None = None, param: str | None = None
-    ) -> None:
-        """`param`: the key of the request that is wrong."""
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
-        self.param = param
 
     @property
     def body(self) -> JsonDict:
@@ -30,7 +26,7 @@ class ApiError(Exception):
             kind = "rate_limit_error"
         elif self.status >= 500:
             kind = "server_error"
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        error = {"message": str(self), "type": kind, "param": None, "code": self.code}
         return {"error": error}
 
 
@@ -77,7 +73,8 @@ class CompletionResponse:
 
         A prompt counts once for any n, without the <|endoftext|> put before it.
         """
-        n_prompt = n_cached = 0
+        n_prompt = 0
+        n_cached = 0
         for text in self.generations[:: self._n]:
             n_prompt += len(text.request.ids) - text.request.prompt_start
             n_cached += max(text.n_cached - text.request.prompt_start, 0)
