@@ -1,4 +1,4 @@
-"""Output for people: colours and progress bars on a terminal, plain lines elsewhere."""
+"""Output for people: lines, progress and tables."""
 
 import errno
 import functools
@@ -14,19 +14,11 @@ from unicodedata import category
 
 from rich import box
 from rich.console import Console
-from rich.measure import Measurement
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.segment import Segments
 from rich.table import Table
 
-console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
+_WIDTH = None if os.isatty(1) else 10_000  # characters; None: the terminal's
+
+console = Console(width=_WIDTH, markup=False, emoji=False, highlight=False, soft_wrap=True)
 errors = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -133,13 +125,10 @@ def print_error(message: object) -> None:
 
 
 class Track:
-    """Context manager that shows progress through `total` units and the time left.
+    """Context manager that prints progress through `total` units and the time left.
 
-    A terminal gets a live bar. Elsewhere, plain lines come every few seconds, and after a while
-    every minute. `total=None`: the end is unknown.
+    Lines come every few seconds, and after a while every minute. `total=None`: the end is unknown.
     """
-
-    lines_beside_bar = False
 
     def __init__(self, what: str, total: int | None, done: int = 0) -> None:
         self.what = what
@@ -148,52 +137,30 @@ class Track:
         self.done = done
         self.printed = done
         self.note = ""
-        self.live = console.is_terminal and not console.quiet
         self.started = time.monotonic()
         self.last_line = self.started
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-            TextColumn("elapsed,"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-            TextColumn("{task.fields[note]}"),
-            console=console,
-        )
 
     def __enter__(self) -> Self:
-        if self.live:
-            self._task = self._bar.add_task(
-                self._title(), total=self.total, completed=self.done, note=""
-            )
-            self._bar.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self.first < self.printed:
             self.flush()
-        if self.live:
-            self._bar.stop()
 
     def advance(self, units: int, note: str = "") -> None:
         """Advance by `units`. `note` is shown next to the progress: the loss, the rate."""
         self.done += units
         self.note = note or self.note
-        if self.live:
-            self._bar.update(
-                self._task, description=self._title(), completed=self.done, note=self.note
-            )
         now = time.monotonic()
         pause = min(max(_SECONDS_BETWEEN_LINES, (now - self.started) / 50), 60.0)
         if now - self.last_line >= pause:
             self.flush()
 
     def line(self) -> str:
-        """Return the plain line."""
+        """Return the line to print."""
+        total = "" if self.total is None else f" of {self.total:,}"
         times = [f"{clock(time.monotonic() - self.started)} elapsed", *self.left()]
-        return f"{self._title()} ({', '.join(times)}) {self.note}".rstrip()
+        return f"{self.what} {self.done:,}{total} ({', '.join(times)}) {self.note}".rstrip()
 
     def left(self) -> list[str]:
         """Return the time left, as in ["2:00 left"], or nothing if it is unknown."""
@@ -203,17 +170,12 @@ class Track:
         seconds_per_unit = spent / (self.done - self.first)
         return [f"{clock(seconds_per_unit * (self.total - self.done))} left"]
 
-    def _title(self) -> str:
-        total = "" if self.total is None else f" of {self.total:,}"
-        return f"{self.what} {self.done:,}{total}"
-
     def flush(self) -> None:
         """Print a line of what is not printed yet."""
         if self.printed < self.done:
             self.last_line = time.monotonic()
             self.printed = self.done
-            if self.lines_beside_bar or not self.live:
-                say(self.line())
+            say(self.line())
 
 
 def clock(seconds: float) -> str:
@@ -235,9 +197,4 @@ def table_of(texts: Iterable[str], numbers: Iterable[str] = ()) -> Table:
 
 def show_table(table: Table) -> None:
     """Print a table, fitted to the terminal; elsewhere at its full width."""
-    if console.is_terminal:
-        console.print(table)
-        return
-    wide = console.options.update(width=10_000)
-    needed = Measurement.get(console, wide, table).maximum
-    console.print(Segments(console.render(table, wide.update(width=needed))), end="")
+    console.print(table)

@@ -13,7 +13,7 @@ AGAIN = 75
 """The run stopped, and the same command continues it from its last checkpoint (EX_TEMPFAIL)."""
 
 at_once = False
-"""Whether Python must end without waiting for threads of other packages, which may never end."""
+"""True: Python ends without waiting for threads of other packages, which may never end."""
 
 
 def leave(status: int | str | None) -> NoReturn:

@@ -207,14 +207,14 @@ def flat(tree: JsonDict, prefix: str = "") -> JsonDict:
 def _refusal(raw: Any, errors: list[Any], shown: Callable[[Any], str]) -> str:
     """Return pydantic's messages on the first wrong key, one for each type that it may have."""
     path = _path_in(raw, errors[0])
-    here = [error for error in errors if _path_in(raw, error) == path]
-    messages = dict.fromkeys(error["msg"].removeprefix("Value error, ") for error in here)
+    of_key = [error for error in errors if _path_in(raw, error) == path]
+    messages = dict.fromkeys(error["msg"].removeprefix("Value error, ") for error in of_key)
     message = " or ".join(messages)
     if not path:
         return message
     wrong = errors[0]["input"]
     value = "" if isinstance(wrong, dict) else f"={shown(wrong)}"
-    n_more = len(errors) - len(here)
+    n_more = len(errors) - len(of_key)
     more = f" (and {n_more} more)" if n_more else ""
     return f"config {path}{value}: {message}{more}"
 
