@@ -19,7 +19,7 @@ _TEXTS = re.compile(
 """The last words of keys whose values are texts, even if they look like numbers."""
 
 _ASIDES = ("To append", "See https", "full_key", "object_type", "reference_type")
-"""How lines of Hydra's messages begin that do not say what is wrong."""
+"""Lines of Hydra's messages that begin like this do not say what is wrong."""
 
 
 def groups_of(config_name: str) -> dict[str, list[str]]:

@@ -40,8 +40,8 @@ def compose_run(
     if "run_dir" in typed and not job and not typed.keys() & {"experiment", "~"}:
         stored = _stored_run(Path(os.path.expanduser(str(typed["run_dir"]))))
         if complete and not stored and not typed.keys() & {"dataset_dir", "model"}:
-            what = "holds no run to continue, or a damaged config.json"
-            raise UserError(f"run_dir={typed['run_dir']} {what}: give experiment=...")
+            problem = "holds no run to continue, or a damaged config.json"
+            raise UserError(f"run_dir={typed['run_dir']} {problem}: give experiment=...")
     config = _composed(config_name, options, config_dir, complete, stored)
     model: JsonDict = {}
     if config_name == "train" or stored:

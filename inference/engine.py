@@ -39,10 +39,10 @@ def _failing(generations: Sequence[Generation]) -> Iterator[None]:
 
 
 def _is_kept(n_read: int, n: int, chunk: int) -> bool:
-    """Whether the cache keeps a prompt of n tokens after n_read.
+    """Return whether the cache keeps the state after n_read of a prompt's n tokens.
 
-    It does 0, 1, 2, 4, 8, ... chunks before the last whole chunk. A prompt that differs only in its
-    last m tokens then rereads at most about 2 m tokens.
+    It keeps states 0, 1, 2, 4, 8, ... chunks before the last whole chunk. A prompt that differs
+    only in its last m tokens then rereads at most about 2 m tokens.
     """
     n_left = n // chunk - n_read // chunk
     is_power_of_two = n_left & (n_left - 1) == 0  # or 0
@@ -58,7 +58,7 @@ class PromptCache:
         self.max_bytes = max_bytes
         self.n_bytes = 0
         self._kept = OrderedDict[bytes, Prefix]()
-        """By the tokens as int32."""
+        """States by the bytes of their tokens, as int32."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -85,8 +85,8 @@ class PromptCache:
             self.n_bytes += size
         self._kept.move_to_end(tokens)
         while len(self) > self.max_states or self.n_bytes > self.max_bytes:
-            dropped, prefix = self._kept.popitem(last=False)
-            self.n_bytes -= len(dropped) + state_bytes(prefix)
+            old_tokens, old_prefix = self._kept.popitem(last=False)
+            self.n_bytes -= len(old_tokens) + state_bytes(old_prefix)
 
 
 class Engine:
@@ -125,7 +125,7 @@ class Engine:
 
     @property
     def n_admitted(self) -> int:
-        """Texts that have places."""
+        """Number of texts that have places."""
         return len(self._reading) + len(self._writing)
 
     @torch.inference_mode()
@@ -142,8 +142,8 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise UserError if a request exceeds the learned positions."""
         max_len = self.gpt.config.max_len
-        n_tokens = request.n_read
-        if max_len is not None and n_tokens > max_len:
+        n_read = len(request.ids) + max(request.max_tokens - 1, 0)  # the last one is not read
+        if max_len is not None and n_read > max_len:
             raise UserError(
                 f"a prompt of {len(request.ids)} tokens (<|endoftext|> before it included) and "
                 f"{request.max_tokens} new tokens do not fit into the model's {max_len} learned "
@@ -173,14 +173,17 @@ class Engine:
             self._keep_unfinished()
 
     def _read_prompts(self) -> None:
-        n_prompts = min(1, len(self._reading)) if self.interleave else len(self._reading)
-        first = [self._reading.popleft() for _ in range(n_prompts)]
-        ready = [generation for generation in first if self._read_prompt(generation)]
+        n_prompts = len(self._reading)
+        if self.interleave:
+            n_prompts = min(1, n_prompts)
+        prompts = [self._reading.popleft() for _ in range(n_prompts)]
+        ready = [generation for generation in prompts if self._read_prompt(generation)]
         if not ready:
             return
         with _failing(ready):  # such as running out of memory
-            before = [self._texts] if self._writing else []
-            self._texts = cat_states([*before, *(generation.prefix for generation in ready)])
+            prefixes = [self._texts] if self._writing else []
+            prefixes += [generation.prefix for generation in ready]
+            self._texts = cat_states(prefixes)
             self._writing += ready
         for generation in ready:
             generation.prefix = None

@@ -1,4 +1,4 @@
-"""A text that the engine continues: what it is so far, why it ended, what is reported meanwhile."""
+"""A text that the engine continues: its tokens so far, what is reported, and why it ended."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -67,7 +67,7 @@ class TextStream:
 
 
 class Token(NamedTuple):
-    """A token of a text; its log-probability is the model's own, before any sampling setting."""
+    """A token of a text, with its log-probability before any sampling setting."""
 
     id: int
     offset: int

@@ -46,11 +46,6 @@ class Request:
     prompt_start: int = 0
     """Where the prompt begins in `ids`: 1 after an <|endoftext|> that is not part of it."""
 
-    @property
-    def n_read(self) -> int:
-        """Tokens that the model reads in all. It does not read the last one."""
-        return len(self.ids) + max(self.max_tokens - 1, 0)
-
 
 @torch.inference_mode()
 def read(

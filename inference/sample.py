@@ -24,9 +24,6 @@ from inference.prefill import Request
 from inference.sampling import SamplingConfig
 from model.gpt import GPT
 
-_NO_TOKENS = ": the text ended at once; try another seed or prompt"
-_LONGEST = 2**28  # characters of a prompt: what is longer, such as a pipe, may have no end
-
 
 class SampleConfig(SamplingConfig, ModelConfig, defaults="sample"):
     """The settings of sample.py: those of SamplingConfig and ModelConfig, and these."""
@@ -163,7 +160,7 @@ def _continue(loaded: Loaded, prompts: list[str], config: SampleConfig) -> None:
         texts = [_shown(prompt, config) + sample.text for prompt, sample in samples if sample.drawn]
         if texts:
             loaded.checkpoint.write_result("sample.txt", "\n\n---\n\n".join(texts) + "\n")
-        say_rate(sum(sample.n_tokens for _, sample in samples), time.perf_counter() - started)
+            say_rate(sum(sample.n_tokens for _, sample in samples), time.perf_counter() - started)
 
 
 def _engine(gpt: GPT, tokenizer: Tokenizer, max_streams: int) -> Engine:
@@ -217,7 +214,7 @@ def _record(prompt: str, sample: Generation) -> JsonDict:
 
 
 def _heading(i: int, n_prompts: int, n_samples: int, seed: int) -> str:
-    """A line that names the i-th of all continuations; empty if it is the only one."""
+    """Return a line that names the i-th of all continuations, or "" if it is the only one."""
     prompt, sample = divmod(i, n_samples)
     names = []
     if n_prompts > 1:
@@ -239,10 +236,10 @@ def read_prompts(config: SampleConfig) -> list[str]:
         text = config.prompt or config.message
         is_piped = text == "-"
         if is_piped:
-            text = sys.stdin.read(_LONGEST)
+            text = sys.stdin.read()
         if path is not None:
             with path.open(encoding="utf-8", newline="") as file:
-                text = file.read(_LONGEST)
+                text = file.read()
         if "\0" in text:  # UTF-16 has them, and text has none
             raise UnicodeError
         # An argument's invalid bytes are surrogates, which fail here.
@@ -253,10 +250,6 @@ def read_prompts(config: SampleConfig) -> list[str]:
         raise UserError(
             f"{source} is not in UTF-8: convert it, as in iconv -f UTF-16 -t UTF-8 OLD > NEW"
         ) from None
-    if len(text) == _LONGEST:
-        raise UserError(
-            f"the prompt has {_LONGEST:,} characters or more, or no end: give a shorter one"
-        )
     text = text.removeprefix("\ufeff")  # the byte order mark
     if path is not None:
         prompts = [line for line in re.split(r"\r?\n", text) if line]
@@ -274,8 +267,6 @@ class Conversation:
     def __init__(self, gpt: GPT, tokenizer: ChatTokenizer, config: SampleConfig) -> None:
         self.messages = config.beginning
         """(role, text) of each message so far."""
-        self.n_tokens = 0
-        """Tokens drawn so far."""
         self._gpt = gpt
         self._tokenizer = tokenizer
         self._config = config
@@ -318,7 +309,6 @@ class Conversation:
                 yield text
         finally:
             answer.cancelled = True  # first: a second Ctrl-C may interrupt the rest
-            self.n_tokens += answer.n_tokens
             self.messages = [*messages, ("assistant", shown)]
             self._engine.turn()  # the answer leaves, and its memory is free
 
@@ -336,15 +326,11 @@ def converse(conversation: Conversation, message: str = "") -> None:
     )
     if message:
         show(f"> {message}\n")
-    seconds = 0.0
     text = message or _ask()
     while text is not None:
         if text:
-            started = time.perf_counter()
             _show_answer(conversation, text)
-            seconds += time.perf_counter() - started
         text = _ask()
-    say_rate(conversation.n_tokens, seconds, "")
 
 
 def _show_answer(conversation: Conversation, message: str) -> None:
@@ -384,7 +370,9 @@ def _ask() -> str | None:
         text += line.removesuffix("\\") + "\n"
 
 
-def say_rate(n_tokens: int, seconds: float, none: str = _NO_TOKENS) -> None:
-    """Print how many tokens were drawn, and how fast, or `none`."""
-    rate = f", {n_tokens / max(seconds, 1e-9):.0f} a second" if n_tokens else none
+def say_rate(n_tokens: int, seconds: float) -> None:
+    """Print how many tokens were drawn, and how fast."""
+    rate = ": the text ended at once; try another seed or prompt"
+    if n_tokens:
+        rate = f", {n_tokens / max(seconds, 1e-9):.0f} a second"
     say(f"({count(n_tokens, 'token')}{rate})")

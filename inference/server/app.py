@@ -39,8 +39,8 @@ def create_app(served: Served) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def _no_route(request: Request, error: HTTPException) -> Response:
-        what = f"{request.method} {request.url.path}: {error.detail}: {_PATHS}"
-        return response(ApiError(error.status_code, what))
+        message = f"{request.method} {request.url.path}: {error.detail}: {_PATHS}"
+        return response(ApiError(error.status_code, message))
 
     @app.exception_handler(Exception)
     async def _failed(_: Request, error: Exception) -> Response:
@@ -99,8 +99,9 @@ def guarded(app: ASGIApp, hosts: frozenset[str] | None) -> ASGIApp:
             host = Request(scope).headers.get("host", "")
             match = re.fullmatch(r"\[?([^][]*?)\]?(:\d*)?", host)  # an IPv6 address has brackets
             if match is None or match[1].lower() not in hosts:
-                why = f"Host {host!r} is not this server's name: use {' or '.join(sorted(hosts))}"
-                await response(ApiError(403, why, "wrong_host"))(scope, receive, send)
+                names = " or ".join(sorted(hosts))
+                refusal = ApiError(403, f"Host {host!r} is not this server's name: use {names}")
+                await response(refusal)(scope, receive, send)
                 return
         await app(scope, receive, send)
 

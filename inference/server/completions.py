@@ -42,7 +42,7 @@ class Served(NamedTuple):
 
 
 async def complete(http: Request, served: Served, kind: type[AnyRequest]) -> Response:
-    """Answer a request for completions, or for the answer of a chat, whole or as a stream."""
+    """Answer a request for completions or for the answer of a chat, whole or as a stream."""
     request = await read_request(http, kind)
     if request.model is not None:
         check_model(request.model, served)
@@ -84,7 +84,8 @@ def _generations(request: AnyRequest, served: Served) -> list[Generation]:
         )
     requests = requests_of(request, tokenizer, served.limits, key)
     try:
-        engine.check(max(requests, key=lambda text: text.n_read))
+        for text in requests:
+            engine.check(text)
     except UserError as error:
         raise ApiError(400, str(error), "context_length_exceeded") from None
     return [Generation(text, tokenizer) for text in requests]
@@ -119,10 +120,10 @@ def _decoded(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
     try:
         return decode(kind, parse_json(body), json.dumps)
     except ValueError as error:
-        what = "" if isinstance(error, UserError) else "the body is not JSON: "
+        problem = "" if isinstance(error, UserError) else "the body is not JSON: "
         message = str(error).replace("config ", "", 1).replace("a valid list", "an array")
         message = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", message)
-        raise UserError(what + message) from None
+        raise UserError(problem + message) from None
 
 
 async def updates_of(generations: Sequence[Generation], served: Served, http: Request) -> Updates:

@@ -72,7 +72,7 @@ class StreamOptions(Settings):
 
 
 class _Shared(SamplingConfig):
-    """What both kinds of requests have. A key that is null has its default."""
+    """The keys that both kinds of requests have. A key that is null has its default."""
 
     model_config = ConfigDict(strict=True)
 
@@ -181,9 +181,9 @@ def _are_ids(prompt: Any) -> bool:
 def requests_of(
     request: CompletionRequest, tokenizer: Tokenizer, limits: ServeConfig, key: str
 ) -> list[Request]:
-    """What the engine is asked for: n texts for the first prompt, n for the second, ...
+    """Return the texts for the engine to continue: n for the first prompt, n for the second, ...
 
-    `key`: what the prompts were given as.
+    `key`: the key of the request that has the prompts.
 
     Raises:
         UserError: a text is too long, or has invalid token ids.
