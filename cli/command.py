@@ -144,7 +144,8 @@ def _run(
         raise UserError("an option is not in UTF-8, which JSON files need: rename what it names")
     flags = _parser(config_name).parse_intermixed_args(words)
     if flags.help:
-        return print(help_of(config_name))
+        print(help_of(config_name))
+        return
     overrides = []
     for option in flags.options:
         key = option.partition("=")[0]
@@ -153,18 +154,19 @@ def _run(
         folder = run_sweep(config_name, overrides, flags.config_dir, run, debug)
         if after_sweep:
             resolve_name(after_sweep)(folder)
-        return None
+        return
     if config_name in ("train", "plan"):
         config = compose_run(config_name, overrides, flags.config_dir, complete=not flags.cfg)
     else:
         config = to_dict(compose(config_name, overrides, flags.config_dir), complete=not flags.cfg)
     if flags.cfg == "run_dir":  # for scripts that look into the folder
-        return print(config["run_dir"])
-    if flags.cfg:
+        print(config["run_dir"])
+    elif flags.cfg:
         config = _with_texts(config, texts)
-        shown = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
-        return print(with_comments(shown, config, config_name), end="")
-    run(config)
+        text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+        print(with_comments(text, config, config_name), end="")
+    else:
+        run(config)
 
 
 class _Parser(argparse.ArgumentParser):

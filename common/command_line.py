@@ -51,12 +51,6 @@ def overrides(settings: Mapping[str, Any]) -> str:
     return " ".join(options)
 
 
-def options_of(settings: Mapping[str, Any]) -> list[str]:
-    """Return settings as arguments in Hydra's grammar, for a program that is called without a
-    shell."""
-    return [f"{key}={in_hydras_grammar(value)}" for key, value in settings.items()]
-
-
 def in_hydras_grammar(value: Any) -> str:
     """Return a value as Hydra's grammar writes it.
 

@@ -124,7 +124,7 @@ class Generation:
         self.cancelled = False
         """Set this to make the text leave with the engine's next turn."""
         self.tell: Tell = lambda update: None
-        # Of the prompt; then of the continuation.
+        # It decodes the prompt, and after `end_prompt` the continuation.
         self._stream = TextStream(tokenizer) if tokenizer else None
         self._n_echoed = 0  # characters of the prompt in `text`
         self._later: list[Token] = []  # tokens that begin after `text`
@@ -154,7 +154,7 @@ class Generation:
         self.prefix = prefix
         self.n_read += len(logits)
         if self._stream and not self.may_skip:
-            if start == self.request.prompt_start == 0:
+            if start == 0 and self.request.prompt_start == 0:
                 self._later.append(Token(ids[0], 0, None, {}))
                 self._stream.push(ids[0])
             self._push(self._stream, ids[start + 1 : self.n_read + 1], logits)
@@ -212,8 +212,8 @@ class Generation:
         self.text += text
         self.finish_reason = finish_reason
         if text or finish_reason:
-            n = sum(token.offset < len(self.text) for token in self._later)
-            tokens = tuple(self._later[:n])
-            self._later = self._later[n:]
+            end = len(self.text)
+            tokens = tuple(token for token in self._later if token.offset < end)
+            self._later = [token for token in self._later if token.offset >= end]
             self.tokens += tokens
             self.tell(Update(text, tokens, finish_reason))

@@ -118,7 +118,7 @@ def run_sampling(config: SampleConfig) -> None:
 def _converse(loaded: Loaded, message: str, config: SampleConfig) -> None:
     conversation = Conversation(loaded.gpt, _chat_tokenizer(loaded, "interactive=true"), config)
     try:
-        converse(conversation, message)
+        take_turns(conversation, message)
     finally:
         loaded.checkpoint.write_result("sample.txt", conversation.text + "\n")
 
@@ -160,7 +160,7 @@ def _continue(loaded: Loaded, prompts: list[str], config: SampleConfig) -> None:
         texts = [_shown(prompt, config) + sample.text for prompt, sample in samples if sample.drawn]
         if texts:
             loaded.checkpoint.write_result("sample.txt", "\n\n---\n\n".join(texts) + "\n")
-            say_rate(sum(sample.n_tokens for _, sample in samples), time.perf_counter() - started)
+            _say_rate(sum(sample.n_tokens for _, sample in samples), time.perf_counter() - started)
 
 
 def _engine(gpt: GPT, tokenizer: Tokenizer, max_streams: int) -> Engine:
@@ -313,7 +313,7 @@ class Conversation:
             self._engine.turn()  # the answer leaves, and its memory is free
 
 
-def converse(conversation: Conversation, message: str = "") -> None:
+def take_turns(conversation: Conversation, message: str = "") -> None:
     """Take turns at the terminal, or with lines from a pipe, until the input ends.
 
     `message`: comes before the first of them.
@@ -370,7 +370,7 @@ def _ask() -> str | None:
         text += line.removesuffix("\\") + "\n"
 
 
-def say_rate(n_tokens: int, seconds: float) -> None:
+def _say_rate(n_tokens: int, seconds: float) -> None:
     """Print how many tokens were drawn, and how fast."""
     rate = ": the text ended at once; try another seed or prompt"
     if n_tokens:

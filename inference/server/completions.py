@@ -160,7 +160,8 @@ async def updates_of(generations: Sequence[Generation], served: Served, http: Re
             index, update = await arrived.get()
             if isinstance(update, Exception):
                 raise update
-            unfinished -= update.finish_reason is not None
+            if update.finish_reason is not None:
+                unfinished -= 1
             yield index, update
     except (ApiError, ClientDisconnect):
         raise

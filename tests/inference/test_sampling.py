@@ -17,7 +17,7 @@ from data.tokenizer import RankTokenizer
 from inference.engine import Engine, stream
 from inference.generation import Generation, TextStream
 from inference.prefill import CHUNK, Request
-from inference.sample import Conversation, SampleConfig, converse, run_sampling
+from inference.sample import Conversation, SampleConfig, run_sampling, take_turns
 from inference.sampling import SamplingConfig
 from model.gpt import GPT
 from tools.convert.new_run import begin_with
@@ -296,7 +296,7 @@ def test_a_chat_model_answers_messages_and_another_says_what_it_does(command, ru
 def test_the_system_s_message_begins_a_conversation(command, gpt, tmp_path, monkeypatch):
     begin_with(gpt, CHAT, tmp_path / "chat", seq_len=16, batch_tokens=64)
     begun = []
-    monkeypatch.setattr("inference.sample.converse", lambda talk, *_: begun.append(talk.messages))
+    monkeypatch.setattr("inference.sample.take_turns", lambda talk, *_: begun.append(talk.messages))
     typed = ["runtime.device=cpu", "interactive=true", "system=Be <|end|>", f"checkpoint={tmp_path / 'chat'}"]
     assert command("sample", *typed).status == 0
     assert begun == [[("system", "Be <|end|>")]]
@@ -320,6 +320,6 @@ def test_an_answer_of_a_conversation_can_be_interrupted(gpt, monkeypatch, capsys
     monkeypatch.setattr("inference.engine.draw", draw)
     monkeypatch.setattr("sys.stdin", io.StringIO("x\ny\n"))
     talk = Conversation(gpt, CHAT, make_config())
-    converse(talk)
+    take_turns(talk)
     assert talk.text == "> x\nab\n> y\ncd"
     assert "> x\nab\n> y\ncd\n" in capsys.readouterr().out

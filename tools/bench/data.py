@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from cli import compose, to_dict
-from common.command_line import options_of
+from common.command_line import in_hydras_grammar
 from common.settings import UserError, decode
 from data.prepare.dataset import PrepareConfig
 from data.tokenizer import build_tokenizer
@@ -26,7 +26,7 @@ def measure(options: Any) -> list[Row]:
     with tempfile.TemporaryDirectory(dir=".") as folder:
         dataset_dir = Path(folder, "dataset")
         source = options.set or ["data=stdlib", "tokenizer=bytes"]
-        words = [*source, *options_of({"out_dir": str(dataset_dir)})]
+        words = [*source, f"out_dir={in_hydras_grammar(str(dataset_dir))}"]
         config = decode(PrepareConfig, to_dict(compose("prepare", words)))
         rates: dict[str, list[float]] = {_REFERENCE: [], "prepared": []}
         for _ in range(options.rounds):
