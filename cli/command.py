@@ -1,5 +1,4 @@
-"""What every command does: read the options, compose a configuration, run, and report mistakes in
-one line."""
+"""What every command does: read options, compose a configuration, run, and report mistakes."""
 
 import argparse
 import logging
@@ -22,10 +21,16 @@ from common import exits
 from common.console import guard_output, print_error
 from common.settings import JsonDict, Settings, UserError, decode, line_for
 
-EXTRAS = {"fastapi": "serve", "uvicorn": "serve", "lm_eval": "lm-eval", "transformers": "hf"} | {
-    name: name for name in ("tensorboard", "tokenizers", "triton")
+EXTRAS = {
+    "fastapi": "serve",
+    "uvicorn": "serve",
+    "lm_eval": "lm-eval",
+    "transformers": "hf",
+    "tensorboard": "tensorboard",
+    "tokenizers": "tokenizers",
+    "triton": "triton",
 }
-"""Packages that not every installation has, and the extra of pyproject.toml that installs each."""
+"""By package that not every installation has: the extra of pyproject.toml that installs it."""
 
 
 def command(
@@ -40,32 +45,31 @@ def command(
     """Compose configs/<config_name>.yaml with the options of the command line, and run.
 
     Args:
-        run: the function that does the work, as "package.module:function". It is imported when the
-            options are read: --help does not wait for torch.
+        run: the function that does the work, as "package.module:function". It is imported after the
+            options have been read, so --help does not wait for torch.
         settings: the class that the configuration is decoded into, as "package.module:Class"; None:
             the keys are the function's arguments.
         text_keys: keys whose values on the command line are taken literally, with quotes, brackets
             and ${}.
-        when_interrupted: the answer to Ctrl-C.
-        check: the name of a function that raises UserError for what can be known before `run`; a
+        when_interrupted: the line that answers Ctrl-C.
+        check: the name of a function that raises the UserErrors that can be known before `run`. A
             sweep calls it for all jobs before the first one runs.
-        after_sweep: the name of a function that gets the folder of a sweep that is done.
+        after_sweep: the name of a function that gets the folder of a finished sweep.
     """
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # a lost process is one line of ours, not twenty of torch's
+    # Of a lost process we print one line, and torch would print twenty.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # OpenMP's threads wait for each other by spinning. Where other processes use the CPU too, some
     # thread is not running, and the others would use up its time (docs/research.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     os.environ["MPLBACKEND"] = "agg"  # a notebook's may not be installed here
     logging.getLogger().setLevel(logging.ERROR)
-    guard_output(lossy=config_name == "train")  # whose work is not its output
+    guard_output(lossy=config_name == "train")  # a run matters more than its output
     debug = "--debug" in sys.argv
-    texts = dict(
-        word.split("=", 1)
-        for word in sys.argv[1:]
-        if word.startswith(tuple(f"{key}=" for key in text_keys))
-    )
+    texts = {}
+    for word in sys.argv[1:]:
+        key, equals, text = word.partition("=")
+        if equals and key in text_keys:
+            texts[key] = text
 
     has_begun = False
 
@@ -93,10 +97,13 @@ def command(
 
 
 def _with_texts(config: JsonDict, texts: dict[str, str]) -> JsonDict:
-    """Return the configuration with texts by dotted keys."""
+    """Return the configuration with texts by key, which may be SECTION.KEY."""
     for key, text in texts.items():
         section, _, last = key.rpartition(".")
-        config = config | ({section: config[section] | {last: text}} if section else {last: text})
+        values = {last: text}
+        if section:
+            values = {section: config[section] | values}
+        config = config | values
     return config
 
 
@@ -110,32 +117,28 @@ def _arguments(function: Command) -> type[Settings]:
 def reported(
     run: Callable[[], None], has_begun: Callable[[], bool], debug: bool, when_interrupted: str
 ) -> int:
-    """Run, report a mistake or a missing package in one line on standard error, and return the exit
-    status."""
+    """Run, and return the exit status. Report a mistake or a missing package in one line."""
+    status = 1
     try:
         run()
         sys.stdout.flush()  # here, where its failure is reported
         return 0
     except KeyboardInterrupt:
-        message, status = when_interrupted, 130
+        message = when_interrupted
+        status = 130
     except ModuleNotFoundError as error:
         if debug or error.name not in EXTRAS:
             raise
-        message, status = (
-            f"{error.name} is not installed: pip install -e '.[{EXTRAS[error.name]}]'",
-            1,
-        )
+        message = f"{error.name} is not installed: pip install -e '.[{EXTRAS[error.name]}]'"
     except Exception as error:
         message = line_for(error) or ""
-        status = 1
         if isinstance(error, UserError) and not has_begun():
             status = exits.WRONG_OPTIONS
         if debug or not message:
             raise
     rank = os.environ.get("LOCAL_RANK", "0")
-    if (
-        rank != "0"
-    ):  # the first process of a machine reports what all of them meet, and torchrun ends the others
+    if rank != "0":
+        # What all processes meet, the first of a machine reports, and torchrun ends the others.
         time.sleep(2)
         message = f"process {rank}: {message}"
     print_error(message)
@@ -146,13 +149,14 @@ def _run(
     config_name: str, run: Command, texts: dict[str, str], debug: bool, after_sweep: str | None
 ) -> None:
     words = sys.argv[1:]
-    if re.search("[\udc80-\udcff]", " ".join(words)):  # Python's form of other bytes
+    if re.search("[\udc80-\udcff]", " ".join(words)):  # how Python holds bytes that are not text
         if sys.getfilesystemencoding() != "utf-8":
             raise UserError("the locale has no characters but ASCII: set LC_ALL=C.UTF-8")
         raise UserError("an option is not in UTF-8, which JSON files need: rename what it names")
     flags = _parser(config_name).parse_intermixed_args(words)
     if flags.help:
-        return print(help_of(config_name))
+        print(help_of(config_name))
+        return
     overrides = []
     for option in flags.options:
         key = option.partition("=")[0]
@@ -161,18 +165,19 @@ def _run(
         folder = run_sweep(config_name, overrides, flags.config_dir, run, debug)
         if after_sweep:
             resolve_name(after_sweep)(folder)
-        return None
+        return
     if config_name in ("train", "plan"):
         config = compose_run(config_name, overrides, flags.config_dir, complete=not flags.cfg)
     else:
         config = to_dict(compose(config_name, overrides, flags.config_dir), complete=not flags.cfg)
     if flags.cfg == "run_dir":  # for scripts that look into the folder
-        return print(config["run_dir"])
-    if flags.cfg:
+        print(config["run_dir"])
+    elif flags.cfg:
         config = _with_texts(config, texts)
-        shown = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
-        return print(with_comments(shown, config, config_name), end="")
-    run(config)
+        text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+        print(with_comments(text, config, config_name), end="")
+    else:
+        run(config)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -183,12 +188,11 @@ class _Parser(argparse.ArgumentParser):
 def _parser(config_name: str) -> argparse.ArgumentParser:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("options", nargs="*")
-    instead = parser.add_mutually_exclusive_group()
     parser.add_argument("-h", "-help", "--help", action="store_true")
     parser.add_argument("--debug", action="store_true")
-    instead.add_argument("-m", "--multirun", action="store_true")
-    instead.add_argument(
-        "-c", "--cfg", choices=["job", "run_dir"] if config_name in ("train", "plan") else ["job"]
-    )
+    views = ["job", "run_dir"] if config_name in ("train", "plan") else ["job"]
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("-m", "--multirun", action="store_true")
+    either.add_argument("-c", "--cfg", choices=views)
     parser.add_argument("-cd", "--config-dir")
     return parser

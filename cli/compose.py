@@ -18,14 +18,14 @@ from common.command_line import in_hydras_grammar
 from common.config_files import CONFIGS
 from common.settings import JsonDict, UserError
 
-OmegaConf.clear_resolver(
-    "oc.env"
-)  # a downloaded experiment could send the environment elsewhere; shells have $HOME
+# A downloaded experiment could put the environment into what a run publishes.
+OmegaConf.clear_resolver("oc.env")
 
 
 def compose(config_name: str, overrides: list[str], config_dir: str | None = None) -> DictConfig:
-    """Compose configs/<config_name>.yaml with these options. `config_dir`: a folder with further
-    members of groups.
+    """Compose configs/<config_name>.yaml with these options.
+
+    `config_dir`: a folder with further members of groups.
 
     Raises:
         UserError: an option or a file does not exist, or a file is not a configuration.
@@ -48,8 +48,9 @@ def compose(config_name: str, overrides: list[str], config_dir: str | None = Non
 
 
 def to_dict(composed: DictConfig, complete: bool = True) -> JsonDict:
-    """Return a composed configuration as plain data. If it need not be complete, "???" stands for
-    required values.
+    """Return a composed configuration as plain data.
+
+    If it need not be `complete`, "???" stands for required values.
 
     Raises:
         UserError: a required value is missing, or a value refers to something that does not exist.

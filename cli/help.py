@@ -1,5 +1,4 @@
-"""--help and --cfg job: what a command does, its groups and its keys, as the YAML files in configs/
-explain them."""
+"""--help and --cfg job: what a command does, its groups and its keys, as configs/ explains them."""
 
 import re
 from collections.abc import Iterator
@@ -11,39 +10,35 @@ from common.settings import JsonDict
 
 
 def help_of(config_name: str) -> str:
-    """Return the text of --help, which comes from configs/<config_name>.yaml: its first comment,
-    groups and keys."""
-    comment, _, rest = (
-        (CONFIGS / f"{config_name}.yaml").read_text(encoding="utf-8").partition("\n\n")
-    )
+    """Return the text of --help: the first comment of configs/<config_name>.yaml, groups and
+    keys."""
+    text = (CONFIGS / f"{config_name}.yaml").read_text(encoding="utf-8")
+    comment, _, rest = text.partition("\n\n")
     header = re.sub("^# ?", "", comment, flags=re.MULTILINE)
     keys = DEFAULTS.sub("", rest).split("\n")
     for file, section in re.findall(r"^  - (\w+)@(\w+)$", rest, re.MULTILINE):
-        of_file = (CONFIGS / f"{file}.yaml").read_text(encoding="utf-8").split("\n")[1:]
-        keys += [f"{section}:", *(f"  {line}" for line in of_file if line)]
+        lines = (CONFIGS / f"{file}.yaml").read_text(encoding="utf-8").split("\n")[1:]
+        keys += [f"{section}:", *(f"  {line}" for line in lines if line)]
+    groups = [] if config_name == "plan" else list(_groups(config_name))
     lists = {
-        "Groups (GROUP=NAME) and their keys (GROUP.KEY=VALUE):": list(_groups(config_name)),
+        "Groups (GROUP=NAME) and their keys (GROUP.KEY=VALUE):": groups,
         "Keys (KEY=VALUE, SECTION.KEY=VALUE):": list(filter(None, keys)),
     }
-    parts = ["\n".join([title, *lines]) for title, lines in lists.items() if lines]
-    return "\n\n".join([header, *parts, "All keys, explained: --cfg job. Tracebacks: --debug."])
+    paragraphs = ["\n".join([title, *lines]) for title, lines in lists.items() if lines]
+    end = "All keys, explained: --cfg job. Tracebacks: --debug."
+    return "\n\n".join([header, *paragraphs, end])
 
 
 def _groups(config_name: str) -> Iterator[str]:
-    for group, names in groups_of(config_name).items() if config_name != "plan" else ():
-        keys = {
-            key: None
-            for name in names
-            for key in config_file(f"{group}/{name}").comments
-            if key != "name"
-        }
-        listed = "" if group == "experiment" or not keys else f"; keys {', '.join(keys)}"
-        yield fill(
-            f"{group}: {', '.join(names)}{listed}",
-            120,
-            subsequent_indent="  ",
-            break_on_hyphens=False,
-        )
+    for group, names in groups_of(config_name).items():
+        keys: dict[str, str] = {}
+        for name in names:
+            keys |= config_file(f"{group}/{name}").comments
+        keys.pop("name", None)
+        line = f"{group}: {', '.join(names)}"
+        if keys and group != "experiment":
+            line += f"; keys {', '.join(keys)}"
+        yield fill(line, 120, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def comments_of(composed: JsonDict, config_name: str) -> dict[str, str]:
@@ -60,8 +55,9 @@ def comments_of(composed: JsonDict, config_name: str) -> dict[str, str]:
 
 def with_comments(text: str, composed: JsonDict, config_name: str) -> str:
     """Add the comments of configs/ to a composed configuration's YAML."""
-    lines, comments = [], comments_of(composed, config_name)
-    for line, dotted in with_keys(text):
-        meaning = comments.get(dotted)
-        lines.append(f"{line:<35} # {meaning}" if meaning else line)
+    comments = comments_of(composed, config_name)
+    lines = []
+    for line, key in with_keys(text):
+        comment = comments.get(key)
+        lines.append(f"{line:<35} # {comment}" if comment else line)
     return "\n".join(lines)

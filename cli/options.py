@@ -1,5 +1,4 @@
-"""Options as users type them, in the form that Hydra's grammar reads, and Hydra's errors in one
-line."""
+"""Users' options in the form that Hydra's grammar reads, and Hydra's errors in one line."""
 
 import json
 import re
@@ -17,16 +16,14 @@ _TEXTS = re.compile(
     r"\w+_(dir|field|files?|from|in|name|out|path)|"
     "checkpoint|csv|device|folder|host|nanogpt|out|path|project|prompt|revision|split|stop|subset|text"
 )
-"""The last parts of keys whose values are texts, even if they look like numbers."""
-
+"""The last words of keys whose values are texts, even if they look like numbers."""
 
 _ASIDES = ("To append", "See https", "full_key", "object_type", "reference_type")
-"""How lines of Hydra's messages begin that do not say what is wrong."""
+"""Lines of Hydra's messages that begin like this do not say what is wrong."""
 
 
 def groups_of(config_name: str) -> dict[str, list[str]]:
-    """Return the names in every group that a command takes: {"schedule": ["constant", "cosine",
-    ...]}."""
+    """Return the names in every group of a command: {"schedule": ["constant", "cosine", ...]}."""
     if config_name not in ("train", "plan", "prepare"):
         return {}
     groups: dict[str, list[str]] = {}
@@ -45,28 +42,29 @@ def value_at(tree: Any, *keys: str) -> Any:
 
 
 def is_text(option: str) -> bool:
-    """Whether the value of KEY=VALUE is a text."""
-    return bool(_TEXTS.fullmatch(option.partition("=")[0].rpartition(".")[2]))
+    """Return whether the value of KEY=VALUE is a text."""
+    key = option.partition("=")[0]
+    return _TEXTS.fullmatch(key.rpartition(".")[2]) is not None
 
 
 def read_options(options: list[str]) -> list[str]:
-    """Return options as Hydra's grammar writes them: JSON's quoted keys are bare, and texts are
-    quoted."""
+    """Return options as Hydra's grammar writes them: keys inside {} bare, and texts quoted."""
     parse = OverridesParser.create().parse_override
-    read = []
+    in_grammar = []
     for option in map(_bare_keys, options):
         try:
             is_number = isinstance(parse(option).value(), int | float)
-            quotes = is_number and is_text(option)
+            needs_quotes = is_number and is_text(option)
         except HydraException:
-            quotes = True
-        read.append(_quoted(option) if quotes else option)
-    return read
+            needs_quotes = True
+        in_grammar.append(_quoted(option) if needs_quotes else option)
+    return in_grammar
 
 
 def keys_and_values(options: list[str]) -> JsonDict:
-    """Return the options' values by key, in the form that Hydra's grammar gives them; "~" if one
-    deletes a key.
+    """Return the options' values by key, as Hydra's grammar reads them.
+
+    An option that deletes a key has the key "~".
 
     Raises:
         UserError: Hydra cannot read an option.
@@ -75,12 +73,15 @@ def keys_and_values(options: list[str]) -> JsonDict:
         parsed = OverridesParser.create().parse_overrides(read_options(options))
     except HydraException as error:
         raise UserError(explain(error)) from None
-    return {"~" if each.is_delete() else each.key_or_group: each.value() for each in parsed}
+    values = {}
+    for option in parsed:
+        key = "~" if option.is_delete() else option.key_or_group
+        values[key] = option.value()
+    return values
 
 
 def _bare_keys(option: str) -> str:
-    """Turn KEY={"Pile-CC": 2} (JSON) into KEY={Pile-CC: 2}, as Hydra's grammar has no quotes around
-    keys."""
+    """Turn KEY={"Pile-CC": 2}, as in JSON, into KEY={Pile-CC: 2}, as in Hydra's grammar."""
     key, _, value = option.partition("=")
     try:
         mapping = json.loads(value) if value.startswith("{") else None
@@ -96,8 +97,7 @@ def _bare_keys(option: str) -> str:
 
 
 def _quoted(option: str) -> str:
-    """Quote a value that Hydra's grammar cannot read as a text, such as
-    checkpoint=runs/sweep/seed=1."""
+    """Quote a value that Hydra's grammar does not read as a text, such as the path a/seed=1."""
     key, equals, value = option.partition("=")
     if not equals or re.match("['\"[{(]", value) or not re.fullmatch(r"[+~]{0,2}[\w./@-]+", key):
         return option  # Hydra says what is wrong
@@ -108,26 +108,33 @@ def explain(error: Exception, config_name: str = "") -> str:
     """Return Hydra's message as one line, with the nearest key or name if one is not known."""
     first = str(error).split("\n\n")[0]
     lines = [line.strip(" ^") for line in first.splitlines()]
-    said = " ".join(line for line in lines if line and not line.startswith(_ASIDES))
-    quoted = re.search(r"Could not (?:override|find|load) '([\w./-]+)'", said)
-    if quoted is None or not config_name:
-        return said
-    key = quoted[1]
+    message = " ".join(line for line in lines if line and not line.startswith(_ASIDES))
+    unknown = re.search(r"Could not (?:override|find|load) '([\w./-]+)'", message)
+    if unknown is None or not config_name:
+        return message
+    key = unknown[1]
     known = _known(config_name)
     if known.get(key):
-        return f"{said.rstrip('.')}: it is a key of {' or '.join(known[key])}"
+        return f"{message.rstrip('.')}: it is a key of {' or '.join(known[key])}"
     advice = nearest(key, known)
-    return f"{said.rstrip('.')}: {advice}" if advice.startswith("did you mean") else said
+    if not advice.startswith("did you mean"):
+        return message
+    return f"{message.rstrip('.')}: {advice}"
 
 
 def _known(config_name: str) -> dict[str, list[str]]:
-    """Return a command's keys, groups and names, as GROUP/NAME, with the choices GROUP=NAME that
-    have a key."""
+    """Return a command's keys, its groups and their names as GROUP/NAME.
+
+    The key of a group comes with the choices GROUP=NAME that have it.
+    """
     known: dict[str, list[str]] = {key: [] for key in config_file(config_name).comments}
     for group, names in groups_of(config_name).items():
         known[group] = []
         for name in names:
             known[f"{group}/{name}"] = []
-            for key in config_file(f"{group}/{name}").comments if group != "experiment" else ():
-                known.setdefault(f"{group.replace('/', '.')}.{key}", []).append(f"{group}={name}")
+            if group == "experiment":
+                continue
+            for key in config_file(f"{group}/{name}").comments:
+                choices = known.setdefault(f"{group.replace('/', '.')}.{key}", [])
+                choices.append(f"{group}={name}")
     return known

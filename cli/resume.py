@@ -1,5 +1,4 @@
-"""Settings that need not be given, as a run, a model or a dataset has them: `train.py run_dir=X`
-continues the run in X.
+"""Settings that a run, a model or a dataset has stored: `train.py run_dir=X` continues run X.
 
 The defaults of configs/ come first, then what is stored, then the options.
 """
@@ -26,38 +25,39 @@ def compose_run(
 ) -> JsonDict:
     """Compose train.yaml or plan.yaml with what is stored and these options.
 
-    The settings of the run in run_dir are used unless an `experiment`, which is complete, is given
-    or a key is deleted (~KEY).
+    The settings of the run in run_dir are used, unless the options give an experiment, which is
+    complete, or delete a key (~KEY).
 
     Args:
         complete: as for `to_dict`.
-        job: the folder of a sweep's job in run_dir. Jobs do not use a run's settings.
+        job: the folder of a sweep's job in run_dir. A job does not use a run's settings.
 
     Raises:
         UserError: an option is wrong, or there is no run to continue.
     """
-    given = keys_and_values(options)
+    typed = keys_and_values(options)
     stored: JsonDict = {}
-    if "run_dir" in given and not job and not given.keys() & {"experiment", "~"}:
-        stored = _stored_run(Path(os.path.expanduser(str(given["run_dir"]))))
-        if complete and not stored and not given.keys() & {"dataset_dir", "model"}:
-            what = "holds no run to continue, or a damaged config.json"
-            raise UserError(f"run_dir={given['run_dir']} {what}: give experiment=...")
+    if "run_dir" in typed and not job and not typed.keys() & {"experiment", "~"}:
+        stored = _stored_run(Path(os.path.expanduser(str(typed["run_dir"]))))
+        if complete and not stored and not typed.keys() & {"dataset_dir", "model"}:
+            problem = "holds no run to continue, or a damaged config.json"
+            raise UserError(f"run_dir={typed['run_dir']} {problem}: give experiment=...")
     config = _composed(config_name, options, config_dir, complete, stored)
-    begun = config_name == "train" or stored
-    model = _stored_run(Path(str(config.get("run_dir")), job)).get("model", {}) if begun else {}
-    takes_model = config.get("init_from") is not None and "model" not in given and not stored
+    model: JsonDict = {}
+    if config_name == "train" or stored:
+        model = _stored_run(Path(str(config.get("run_dir")), job)).get("model", {})
+    takes_model = config.get("init_from") is not None and "model" not in typed and not stored
     if takes_model:
         model = model or _model_of(Path(str(config["init_from"])))
         config = _composed(config_name, options, config_dir, complete, {"model": model})
-    if {"max_steps", "epochs"} <= given.keys():
+    if {"max_steps", "epochs"} <= typed.keys():
         raise UserError("max_steps and epochs are both given: give one of the two lengths")
     # A stored run has the steps of its epochs.
-    if "max_steps" in given or (config_name == "plan" and "epochs" in stored):
+    if "max_steps" in typed or (config_name == "plan" and "epochs" in stored):
         config["epochs"] = None
     if job:
         config["run_dir"] = str(Path(config["run_dir"], job))
-    if "model.n_vocab" not in given and isinstance(config.get("model"), dict):
+    if "model.n_vocab" not in typed and isinstance(config.get("model"), dict):
         n_vocab = _vocabulary(config, model, takes_model)
         config["model"] = config["model"] | {"n_vocab": n_vocab}
     return config
@@ -68,25 +68,25 @@ def _composed(
 ) -> JsonDict:
     """Compose with the groups that the stored settings name, and merge those settings in.
 
-    Hydra gets only names of files in configs/ from stored settings; all other values are data.
+    Of the stored settings, Hydra gets only names of files in configs/. All other values are data.
     """
-    given = keys_and_values(options).keys()
+    typed = keys_and_values(options).keys()
     chosen = ["dataset_dir=null"] if "dataset_dir" in stored else []
     for group, names in groups_of("train").items():
         name = value_at(stored, *group.split("/"), "name")
-        if name in names and not any(f"{group}/".startswith(f"{key}/") for key in given):
+        is_typed = any(f"{group}/".startswith(f"{key}/") for key in typed)
+        if name in names and not is_typed:
             chosen.append(f"{group}={name}")
     trackers = [name for name in groups_of("train")["tracker"] if value_at(stored, "tracker", name)]
-    if trackers and "tracker" not in given:
+    if trackers and "tracker" not in typed:
         chosen.append(f"tracker=[{','.join(trackers)}]")
     composed = to_dict(compose(config_name, [*chosen, *options], config_dir), complete)
-    kept = {key.replace("/", ".") for key in given} | _OF_ONE_COMMAND
+    kept = {key.replace("/", ".") for key in typed} | _OF_ONE_COMMAND
     return _merged(composed, stored, kept)
 
 
 def _merged(composed: JsonDict, stored: JsonDict, kept: Collection[str]) -> JsonDict:
-    """Return composed settings with the stored values of all keys but those in `kept`, which are
-    dotted."""
+    """Return composed settings with stored values, except for the dotted keys in `kept`."""
     merged = dict(composed)
     for key, value in composed.items():
         if key in kept or key not in stored:
@@ -100,10 +100,10 @@ def _merged(composed: JsonDict, stored: JsonDict, kept: Collection[str]) -> Json
 
 
 def _vocabulary(config: JsonDict, model: JsonDict, of_init_from: bool) -> int | None:
-    """Return model.n_vocab: that of the run's model or of the dataset, unless a file of the user's
-    gives another.
+    """Return model.n_vocab of the run's model or of the dataset.
 
-    With init_from, the larger one: the dataset's tokenizer may have markers that the model's lacks.
+    A user's own configuration of a model may give another one, which is kept. With init_from it is
+    the larger one, because the dataset's tokenizer may have markers that the model's lacks.
     """
     dataset = _read(Path(str(config["dataset_dir"]), "manifest.json"), "tokenizer").get("n_vocab")
     composed: int | None = config["model"].get("n_vocab")
@@ -117,8 +117,7 @@ def _vocabulary(config: JsonDict, model: JsonDict, of_init_from: bool) -> int | 
 
 
 def _model_of(path: Path) -> JsonDict:
-    """Return the settings of the model of a run's newest checkpoint, or of a checkpoint; {} if
-    there is none."""
+    """Return the model's settings in a run's newest checkpoint, or in a checkpoint; {} if none."""
     if path.name in ("latest", "best") and path.is_file():
         path = path.with_name(path.read_text(errors="replace").strip())
     for folder in (path, *sorted(path.glob("checkpoints/step-*"), reverse=True)):
@@ -129,8 +128,8 @@ def _model_of(path: Path) -> JsonDict:
 
 
 def _stored_run(run_dir: Path) -> JsonDict:
-    """Return the settings of a run; {} if there is none, or a damaged record, of which training
-    warns."""
+    """Return the settings of a run; {} if there is none, or if the file, of which training warns,
+    is damaged."""
     stored = _read(run_dir / "config.json", "config")
     environment = _read(run_dir / "config.json", "environment")
     moved = stored and not Path(str(stored.get("dataset_dir"))).exists()
@@ -140,8 +139,7 @@ def _stored_run(run_dir: Path) -> JsonDict:
 
 
 def _read(file: Path, *keys: str) -> JsonDict:
-    """Return a section of a JSON file; {} if it cannot be read, of which the command itself
-    speaks."""
+    """Return a section of a JSON file; {} if it cannot be read, which the command reports."""
     try:
         section = value_at(read_json(file), *keys)
     except UserError:

@@ -13,62 +13,58 @@ T = TypeVar("T")
 
 
 def _split(value: Any) -> Any:
-    """Split "a,b" or "[a,b]" into its items. Brackets protect the commas of an item: "[a,b],[c]" is
-    "a,b" and "c".
+    """Split "a,b" or "[a,b]" into its items.
 
-    A path that exists is one item: the folders of a sweep's jobs have commas in their names.
+    Brackets protect the commas of an item: "[a,b],[c]" is "a,b" and "c". A path that exists is one
+    item, because the folders of a sweep's jobs have commas in their names.
     """
     if not isinstance(value, str):
         return value
     if "=" in value and os.path.exists(value):
         return [value]
     bracketed = re.fullmatch(r"\[((?:[^][]|\[[^][]*\])*)\]", value)
-    items = bracketed[1] if bracketed else value
-    return (
-        [re.sub(r"^\[(.*)\]$", r"\1", item.strip()) for item in re.split(r",(?![^][]*\])", items)]
-        if items
-        else []
-    )
+    text = bracketed[1] if bracketed else value
+    if not text:
+        return []
+    items = re.split(r",(?![^][]*\])", text)
+    return [re.sub(r"^\[(.*)\]$", r"\1", item.strip()) for item in items]
 
 
 Items = Annotated[list[T], BeforeValidator(_split)]
 """The type of an option that takes several values: KEY=a,b or KEY=[a,b]."""
 
 
+# Hydra's grammar reads these as other values than texts.
 _NO_TEXTS = ("null", "true", "false", "nan", "inf")
-_AS_IT_IS = re.compile(r"[\w./-]+( [\w./-]+)+|(?=.*=)[\w.,/=+-]+( [\w.,/=+-]+)*", re.ASCII)
+_PLAIN = re.compile(r"[\w./-]+( [\w./-]+)+|(?=.*=)[\w.,/=+-]+( [\w.,/=+-]+)*", re.ASCII)
 """Texts that our command lines read as they are: words, and names of a sweep's jobs, such as
 runs/sweep/a=1,b=2."""
 
 
 def overrides(settings: Mapping[str, Any]) -> str:
     """Return settings as arguments of our command lines, quoted for a shell."""
-    return " ".join(
-        shlex.quote(
-            f"{key}={value if _AS_IT_IS.fullmatch(str(value)) else in_hydras_grammar(value)}"
-        )
-        for key, value in settings.items()
-    )
-
-
-def options_of(settings: Mapping[str, Any]) -> list[str]:
-    """Return settings as command-line arguments in Hydra's grammar, each as the program gets it."""
-    return [f"{key}={in_hydras_grammar(value)}" for key, value in settings.items()]
+    options = []
+    for key, value in settings.items():
+        is_plain = _PLAIN.fullmatch(str(value))
+        text = value if is_plain else in_hydras_grammar(value)
+        options.append(shlex.quote(f"{key}={text}"))
+    return " ".join(options)
 
 
 def in_hydras_grammar(value: Any) -> str:
-    """Return a value as Hydra's grammar writes it; texts that it would read as something else are
-    quoted."""
+    """Return a value as Hydra's grammar writes it.
+
+    A text that the grammar would read as something else is quoted.
+    """
     if isinstance(value, Mapping):
-        return f"{{{','.join(f'{key}:{in_hydras_grammar(item)}' for key, item in value.items())}}}"
+        members = [f"{key}:{in_hydras_grammar(item)}" for key, item in value.items()]
+        return f"{{{','.join(members)}}}"
     if isinstance(value, list | tuple):
         return f"[{','.join(map(in_hydras_grammar, value))}]"
     if not isinstance(value, str):
         return json.dumps(value)
-    if (
-        re.fullmatch(r"[\w./-]*[a-z_/]{2}[\w./-]*|[a-zA-Z][\w./-]*", value, re.ASCII)
-        and value.lower() not in _NO_TEXTS
-    ):
+    is_word = re.fullmatch(r"[\w./-]*[a-z_/]{2}[\w./-]*|[a-zA-Z][\w./-]*", value, re.ASCII)
+    if is_word and value.lower() not in _NO_TEXTS:
         return value
     return '"' + re.sub(r'(\\+)(?="|$)', r"\1\1", value).replace('"', r"\"") + '"'
 

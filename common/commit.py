@@ -9,16 +9,19 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 
 def code_digest(packages: Iterable[str] = ("common", "data", "model", "runtime", "trainer")) -> str:
-    """Return a digest of the code of packages, by default of all that trains; it needs no git."""
-    files = (path for package in packages for path in (_ROOT / package).rglob("*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()[:12]
+    """Return a digest of the code of packages, by default of all that train. It needs no git."""
+    digest = hashlib.sha256()
+    for package in sorted(packages):
+        for path in sorted((_ROOT / package).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def git_commit(root: Path = _ROOT) -> str | None:
     """Return the commit of the code in `root`, with -dirty if files differ from it.
 
-    None without git, and where `root` is only a folder in another repository, such as an unpacked
-    archive.
+    It is None without git, and if `root` is only a folder in another repository, such as an
+    unpacked archive.
     """
     top = _git(root, "rev-parse", "--show-toplevel")
     if top is None or not root.samefile(top):

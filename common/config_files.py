@@ -17,36 +17,36 @@ DEFAULTS = re.compile(r"^defaults:\n( .*\n)*", re.MULTILINE)
 
 
 class ConfigFile(NamedTuple):
-    """A file of configs/ with those that it is based on."""
+    """A file of configs/ with the files that it is based on."""
 
     values: dict[str, Any]
-    """Without those that a user must give."""
+    """By key, without those that a user must give."""
     comments: dict[str, str]
     """By dotted key; "" for a key without a comment."""
 
 
 @functools.cache
 def config_file(name: str) -> ConfigFile:
-    """Read configs/NAME.yaml. A choice of a group's file in its defaults list is left out."""
+    """Read configs/NAME.yaml. Files of groups that its defaults list chooses are left out."""
     text = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
-    own = yaml.safe_load(text) or {}
+    content = yaml.safe_load(text) or {}
     values: dict[str, Any] = {}
     comments: dict[str, str] = {}
-    for base in own.pop("defaults", []):
+    for base in content.pop("defaults", []):
         if not isinstance(base, str) or base == "_self_":
             continue
         file, _, section = base.partition("@")
         group = name.rpartition("/")[0]
-        included = config_file(
-            file.removeprefix("/") if "/" in file or not group else f"{group}/{file}"
-        )
+        if group and "/" not in file:
+            file = f"{group}/{file}"
+        included = config_file(file.removeprefix("/"))
         if section in ("", "_here_"):
             values |= included.values
             comments |= included.comments
         else:
             values[section] = included.values
-            comments |= {f"{section}.{key}": text for key, text in included.comments.items()}
-    values |= {key: value for key, value in own.items() if value != "???"}
+            comments |= {f"{section}.{key}": line for key, line in included.comments.items()}
+    values |= {key: value for key, value in content.items() if value != "???"}
     for line, key in with_keys(DEFAULTS.sub("", text)):
         comment = line.partition(" # ")[2]
         if key and (comment or key not in comments):
@@ -66,7 +66,10 @@ def with_keys(text: str) -> Iterator[tuple[str, str]]:
     """Yield the lines of a YAML file, each with the dotted key that it starts, or ""."""
     above: list[str] = []
     for line in text.split("\n"):
-        found = re.match(r"((?:  )*)(\w+):", line)
-        if found:
-            above = [*above[: len(found[1]) // 2], found[2]]
-        yield line, ".".join(above) if found else ""
+        match = re.match(r"((?:  )*)(\w+):", line)
+        if match is None:
+            yield line, ""
+            continue
+        depth = len(match[1]) // 2
+        above = [*above[:depth], match[2]]
+        yield line, ".".join(above)

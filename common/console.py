@@ -1,5 +1,4 @@
-"""Output for people: a rich console and progress bars on a terminal, plain lines everywhere
-else."""
+"""Output for people: lines, progress and tables."""
 
 import errno
 import functools
@@ -10,24 +9,16 @@ import signal
 import sys
 import time
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Any, Self, TextIO
 from unicodedata import category
 
 from rich import box
 from rich.console import Console
-from rich.measure import Measurement
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.segment import Segments
 from rich.table import Table
 
-console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
+_WIDTH = None if os.isatty(1) else 10_000  # characters; None: the terminal's
+
+console = Console(width=_WIDTH, markup=False, emoji=False, highlight=False, soft_wrap=True)
 errors = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -42,10 +33,10 @@ class _Output(io.FileIO):
 
     def write(self, data: Any) -> int:
         try:
-            while (
-                written := super().write(data)
-            ) is None:  # a pipe or a terminal that does not block
+            written = super().write(data)
+            while written is None:  # a pipe or a terminal that does not block
                 select.select([], [self], [])
+                written = super().write(data)
             return written
         except OSError as error:
             if self._lossy:
@@ -58,38 +49,35 @@ class _Output(io.FileIO):
 
 
 def guard_output(lossy: bool) -> None:
-    """Decide what this process does when its output fails: a lost terminal, a pipe nobody reads, a
-    full disk.
+    """Decide what this process does when its output fails.
 
-    Standard error loses what cannot be written. Standard output does, too, if it is `lossy`.
-    Otherwise it ends the process: quietly with SIGPIPE's status for a pipe, as Unix tools do, and
-    with an error line for all else.
+    Output fails on a lost terminal, a pipe that nobody reads, or a full disk. Standard error loses
+    what cannot be written. Standard output does, too, if it is `lossy`. Otherwise the process ends:
+    quietly with SIGPIPE's status for a pipe, as Unix tools do, and else with an error line.
     """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
+    for number in range(3):
         try:
             os.fstat(number)
-        except (
-            OSError
-        ):  # closed: the next file that is opened would get this number, and what is printed
+        except OSError:
+            # The next file that is opened would get this number, and with it what is printed.
             os.open(os.devnull, os.O_RDWR)
-        stream = getattr(sys, name)
-        if number == 0 or stream is not getattr(sys, f"__{name}__"):  # another program's
-            continue
-        buffer = io.BufferedWriter(_Output(number, lossy or name == "stderr"))
-        encoding, in_lines = (
-            getattr(stream, "encoding", None),
-            getattr(stream, "line_buffering", True),
-        )
-        setattr(
-            sys,
-            name,
-            io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=in_lines),
-        )
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 (until the end)
+    if sys.stdout is sys.__stdout__:  # or another program's, such as a test's
+        sys.stdout = _guarded(1, sys.stdout, lossy)
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = _guarded(2, sys.stderr, lossy=True)
+
+
+def _guarded(number: int, stream: TextIO | None, lossy: bool) -> TextIO:
+    """Return a stream that writes to file `number`, in the encoding of the present one."""
+    buffer = io.BufferedWriter(_Output(number, lossy))
+    encoding = None if stream is None else stream.encoding
+    in_lines = stream is None or bool(stream.line_buffering)
+    return io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=in_lines)
 
 
 def say(message: str) -> None:
-    """Print a line, or several. Square brackets are text, not markup."""
+    """Print one or more lines. Square brackets are text, not markup."""
     console.print(_shown(message))
 
 
@@ -100,18 +88,20 @@ def show(text: str) -> None:
 
 
 def _shown(text: str) -> str:
-    """On a terminal, control characters escaped (\\x1b): text must not control it. Elsewhere the
-    text unchanged."""
+    """Escape control characters (\\x1b) for a terminal, which text must not control."""
     if not sys.stdout.isatty():
         return text
-    return "".join(
-        f"\\x{ord(c):02x}" if category(c) == "Cc" and c not in "\n\t" else c for c in text
-    )
+    characters = []
+    for c in text:
+        controls = category(c) == "Cc" and c not in "\n\t"
+        characters.append(f"\\x{ord(c):02x}" if controls else c)
+    return "".join(characters)
 
 
 def count(number: int, what: str) -> str:
     """Return a number with what it counts: "1 run", "1,200 runs"."""
-    return f"{number:,} {what}{'s' * (number != 1)}"
+    plural = "" if number == 1 else "s"
+    return f"{number:,} {what}{plural}"
 
 
 say_once = functools.cache(say)
@@ -135,78 +125,57 @@ def print_error(message: object) -> None:
 
 
 class Track:
-    """Context manager that shows progress through `total` units and the time left.
+    """Context manager that prints progress through `total` units and the time left.
 
-    It shows a live bar on a terminal and elsewhere a plain line every few seconds, and every minute
-    after a while. `total=None`: the end is unknown.
+    Lines come every few seconds, and after a while every minute. `total=None`: the end is unknown.
     """
 
-    lines_beside_bar = False
-
     def __init__(self, what: str, total: int | None, done: int = 0) -> None:
-        self.what, self.total = what, total
-        self.first = self.done = self.printed = done
+        self.what = what
+        self.total = total
+        self.first = done
+        self.done = done
+        self.printed = done
         self.note = ""
-        self.live = console.is_terminal and not console.quiet
-        self.started = self.last_line = time.monotonic()
-        columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()]
-        times = [
-            TimeElapsedColumn(),
-            TextColumn("elapsed,"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-        ]
-        self._bar = Progress(*columns, *times, TextColumn("{task.fields[note]}"), console=console)
+        self.started = time.monotonic()
+        self.last_line = self.started
 
     def __enter__(self) -> Self:
-        if self.live:
-            self._task = self._bar.add_task(
-                self._title(), total=self.total, completed=self.done, note=""
-            )
-            self._bar.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self.first < self.printed:
             self.flush()
-        if self.live:
-            self._bar.stop()
 
     def advance(self, units: int, note: str = "") -> None:
         """Advance by `units`. `note` is shown next to the progress: the loss, the rate."""
         self.done += units
         self.note = note or self.note
-        if self.live:
-            self._bar.update(
-                self._task, description=self._title(), completed=self.done, note=self.note
-            )
         now = time.monotonic()
-        if now - self.last_line >= min(
-            max(_SECONDS_BETWEEN_LINES, (now - self.started) / 50), 60.0
-        ):
+        pause = min(max(_SECONDS_BETWEEN_LINES, (now - self.started) / 50), 60.0)
+        if now - self.last_line >= pause:
             self.flush()
 
     def line(self) -> str:
-        """Return the plain line."""
+        """Return the line to print."""
+        total = "" if self.total is None else f" of {self.total:,}"
         times = [f"{clock(time.monotonic() - self.started)} elapsed", *self.left()]
-        return f"{self._title()} ({', '.join(times)}) {self.note}".rstrip()
+        return f"{self.what} {self.done:,}{total} ({', '.join(times)}) {self.note}".rstrip()
 
     def left(self) -> list[str]:
         """Return the time left, as in ["2:00 left"], or nothing if it is unknown."""
         if self.total is None or not self.first < self.done < self.total:
             return []
         spent = time.monotonic() - self.started
-        return [f"{clock(spent / (self.done - self.first) * (self.total - self.done))} left"]
-
-    def _title(self) -> str:
-        return f"{self.what} {self.done:,}" + ("" if self.total is None else f" of {self.total:,}")
+        seconds_per_unit = spent / (self.done - self.first)
+        return [f"{clock(seconds_per_unit * (self.total - self.done))} left"]
 
     def flush(self) -> None:
         """Print a line of what is not printed yet."""
         if self.printed < self.done:
-            self.last_line, self.printed = time.monotonic(), self.done
-            if self.lines_beside_bar or not self.live:
-                say(self.line())
+            self.last_line = time.monotonic()
+            self.printed = self.done
+            say(self.line())
 
 
 def clock(seconds: float) -> str:
@@ -228,9 +197,4 @@ def table_of(texts: Iterable[str], numbers: Iterable[str] = ()) -> Table:
 
 def show_table(table: Table) -> None:
     """Print a table, fitted to the terminal; elsewhere at its full width."""
-    if console.is_terminal:
-        console.print(table)
-        return
-    wide = console.options.update(width=10_000)
-    needed = Measurement.get(console, wide, table).maximum
-    console.print(Segments(console.render(table, wide.update(width=needed))), end="")
+    console.print(table)

@@ -1,7 +1,7 @@
 """How a command ends.
 
-Exit statuses of train.py besides 0 (done), 1 (an error that a person must fix) and 128 + n (killed
-by signal n).
+Its exit status is 0 (done), 1 (an error that a person must fix), AGAIN, or 128 + n (killed by
+signal n).
 """
 
 import contextlib
@@ -10,14 +10,12 @@ import sys
 from typing import NoReturn
 
 AGAIN = 75
-"""Stopped; only the steps since the last checkpoint are lost. Run the same command again
-(EX_TEMPFAIL)."""
+"""The run stopped, and the same command continues it from its last checkpoint (EX_TEMPFAIL)."""
 WRONG_OPTIONS = 2
 """A mistake in the options: the command has not begun its work."""
 
 at_once = False
-"""Whether Python must not wait at its end for what other packages have started, because that may
-never end."""
+"""True: Python ends without waiting for threads of other packages, which may never end."""
 
 
 def leave(status: int | str | None) -> NoReturn:
@@ -30,8 +28,10 @@ def leave(status: int | str | None) -> NoReturn:
 
 
 def leave_at_once(status: int, line: str) -> NoReturn:
-    """End this process without cleaning up, after one error line. Takes no lock that another thread
-    may hold."""
+    """End this process without cleaning up, after one error line.
+
+    This takes no lock, because another thread may hold it.
+    """
     with contextlib.suppress(OSError):  # a lost terminal
         os.write(2, f"error: {line}\n".encode())
     os._exit(status)

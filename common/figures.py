@@ -21,9 +21,10 @@ def png(figure: Figure) -> bytes:
 
 
 def drawn(name: str, draw: Callable[[], bytes]) -> bytes | None:
-    """Return the picture that `draw` makes, or None if it fails: what it shows is saved elsewhere.
+    """Return the picture that `draw` makes, or None if it fails.
 
-    A failure, or what matplotlib warns of, such as letters that its font lacks, is one warning.
+    A failure is one warning, because what the picture shows is saved elsewhere. What matplotlib
+    warns of, such as letters that its font lacks, is one warning, too.
     """
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -39,8 +40,7 @@ def drawn(name: str, draw: Callable[[], bytes]) -> bytes | None:
 
 def short_count(x: float, _: float) -> str:
     """Format a token count: 500 k, 3 M, 1.5 B."""
-    size, unit = next(
-        ((size, unit) for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")) if x >= size),
-        (1, ""),
-    )
-    return f"{x / size:g}{unit}"
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if x >= size:
+            return f"{x / size:g} {unit}"
+    return f"{x:g}"

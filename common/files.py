@@ -29,17 +29,16 @@ _PAUSE = 0.1  # seconds between two tries to lock
 
 
 def open_file(path: Path) -> io.BufferedReader:
-    """Open a regular file to read bytes from it. A link, a pipe or a device in its place is refused
-    at once.
+    """Open a regular file to read bytes from it; refuse a link, a pipe or a device in its place.
 
     Raises:
         UserError: it is not a regular file. Its folders may be reached by links.
         OSError: it is missing or cannot be opened.
     """
-    try:  # without O_NONBLOCK, a pipe without a writer would block forever
-        handle = os.open(
-            path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
-        )
+    # Without O_NONBLOCK, a pipe without a writer would block forever.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+    try:
+        handle = os.open(path, flags)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
             raise _not_regular(path) from None
@@ -63,12 +62,12 @@ def file_size(path: Path) -> int | None:
         UserError: it is not a regular file.
     """
     try:
-        found = path.lstat()
+        status = path.lstat()
     except (OSError, ValueError):  # a zero byte in the path
         return None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise _not_regular(path)
-    return found.st_size
+    return status.st_size
 
 
 def sha256_file(path: Path) -> str:
@@ -78,14 +77,16 @@ def sha256_file(path: Path) -> str:
 
 
 def name_of(settings: Iterable[str]) -> str:
-    """Return a file name for "key=value" settings that a shell and our command lines take without
-    quotes.
+    """Return a file name for "key=value" settings, which needs no quotes on a command line.
 
-    A name that had to be shortened, or changed beyond "." for "/", ends in a hash of the settings.
+    "/" becomes ".". A name with other changes, or a shortened one, ends in a hash of the settings.
     """
     exact = ",".join(settings).replace("/", ".")
     name = re.sub(r"[^\w.,=+-]+", "-", exact, flags=re.ASCII)[:180]
-    return name if name == exact else f"{name}-{hashlib.sha256(exact.encode()).hexdigest()[:8]}"
+    if name == exact:
+        return name
+    digest = hashlib.sha256(exact.encode()).hexdigest()
+    return f"{name}-{digest[:8]}"
 
 
 def sync_directory(path: Path) -> None:
@@ -98,27 +99,24 @@ def sync_directory(path: Path) -> None:
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
-    """Replace `path` by `content` atomically: after a crash, the old or the new file exists, never
-    a part."""
+    """Replace `path` by `content` atomically: a crash leaves the old file or the new one, whole."""
     data = content.encode() if isinstance(content, str) else content
     beside = path.with_name(path.name + ".tmp")
     beside.unlink(missing_ok=True)
     try:
-        with open(
-            beside, "xb"
-        ) as file:  # "x", as a planted link of that name would lead to another file
+        # "x" refuses a planted link of that name, which would lead to another file.
+        with open(beside, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-    except OSError as error:  # a write's has no name
+    except OSError as error:  # an error of write() has no file name
         raise OSError(error.errno, error.strerror, str(path)) from None
     sync_directory(path.parent)
 
 
 def write_or_warn(path: Path, content: bytes | str) -> bool:
-    """Write a file for people, and return whether that worked. If it did not, only warn: the run
-    goes on."""
+    """Write a file for people, and return whether that worked. A failure is only a warning."""
     try:
         path.parent.mkdir(exist_ok=True)
         write_atomic(path, content)
@@ -131,8 +129,7 @@ def write_or_warn(path: Path, content: bytes | str) -> bool:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as readable JSON, atomically. NaN and infinity are refused: they are not
-    JSON."""
+    """Write `value` as readable JSON, atomically; refuse NaN and infinity, which JSON lacks."""
     write_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
@@ -144,10 +141,10 @@ def read_json(path: Path, limit: int = _LARGEST_JSON) -> Any:
     """
     try:
         with open_file(path) as file:
-            content = file.read(limit + 1) if os.fstat(file.fileno()).st_size <= limit else None
+            content = file.read(limit + 1)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    if content is None or len(content) > limit:
+    if len(content) > limit:
         raise UserError(
             f"{path} is larger than {limit:,} bytes: it is damaged, or not the expected file"
         )
@@ -165,33 +162,34 @@ def parse_json(content: bytes) -> Any:
             too many levels.
     """
     value = orjson.loads(content)
-    level = [value] if isinstance(value, dict | list) else []
+    containers = [value] if isinstance(value, dict | list) else []
     for _ in range(_DEEPEST_JSON):  # deeper ones could exceed Python's recursion limit later
-        inner = (outer.values() if isinstance(outer, dict) else outer for outer in level)
-        level = [value for values in inner for value in values if isinstance(value, dict | list)]
-    if level:
+        values: list[Any] = []
+        for container in containers:
+            values += container.values() if isinstance(container, dict) else container
+        containers = [inner for inner in values if isinstance(inner, dict | list)]
+    if containers:
         raise ValueError(f"it is nested more than {_DEEPEST_JSON} levels deep")
     return value
 
 
-def refuse_foreign(mark: bytes, first: Path, *others: Path) -> None:
-    """Raise UserError if one of the files that a command is about to write exists, and the command
-    did not write it.
+def refuse_foreign(mark: bytes, path: Path) -> None:
+    """Raise UserError if a command is about to replace a file that it did not write.
 
-    mark: in the first 4,096 bytes of the first file if the command wrote it. Then the others are
-    the command's too.
+    mark: what the first 4,096 bytes of the file contain if the command wrote it.
     """
-    ours = file_size(first) is not None and mark in first.read_bytes()[:4096]
-    for path in (first, *others):
-        if path.exists() and not ours:
-            raise UserError(
-                f"{path} exists and is not from this command, which would replace it: rename it"
-            )
+    is_ours = file_size(path) is not None and mark in path.read_bytes()[:4096]
+    if path.exists() and not is_ours:
+        raise UserError(
+            f"{path} exists and is not from this command, which would replace it: rename it"
+        )
 
 
 def make_directory(path: Path, key: str) -> Path:
-    """Create a folder with its parents and check that it is writable. `key` names the setting in
-    errors."""
+    """Create a folder with its parents, and check that it is writable.
+
+    `key` names the setting in errors.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -205,7 +203,7 @@ def make_directory(path: Path, key: str) -> Path:
 
 @contextlib.contextmanager
 def new_directory(path: Path, key: str) -> Iterator[None]:
-    """Make a folder and its parents, and remove in the end those that are new and still empty."""
+    """Make a folder and its parents. At the end, remove new folders that are still empty."""
     new = [folder for folder in (path, *path.parents) if not folder.exists()]
     make_directory(path, key)
     try:
@@ -217,24 +215,26 @@ def new_directory(path: Path, key: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def owned(path: Path, taken: Callable[[], str | None]) -> Iterator[None]:
-    """Hold the lock on `path`: a folder, or an empty file, which is created if missing. The kernel
-    releases it when its holder dies in any way.
+def owned(path: Path, refusal: Callable[[], str | None]) -> Iterator[None]:
+    """Hold the lock on `path`: a folder, or an empty file, which is created if missing.
+
+    The kernel releases the lock when its holder dies in any way.
 
     Args:
-        taken: called while another process holds the lock; returns the message of an error, or None
-            to wait on.
+        refusal: called while another process holds the lock; returns the message of an error, or
+            None to wait on.
 
     Raises:
         UserError: another process holds it.
     """
-    how = (
-        os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-    )  # NFS locks writable files
-    handle = os.open(path, how, 0o644)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # NFS locks writable files
+    if path.is_dir():
+        flags = os.O_RDONLY
+    handle = os.open(path, flags, 0o644)
     try:
         while not _locked(handle, path):
-            if (message := taken()) is not None:
+            message = refusal()
+            if message is not None:
                 raise UserError(message)
             time.sleep(_PAUSE)
         yield

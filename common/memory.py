@@ -2,9 +2,11 @@
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that the device or the machine is out of memory."""
+    """Return whether an error means that the device or the machine is out of memory."""
     if isinstance(error, MemoryError):
         return True
+    if not isinstance(error, RuntimeError | ImportError):
+        return False
     signs = (
         "can't allocate memory",
         "not enough memory",
@@ -13,6 +15,4 @@ def out_of_memory(error: BaseException) -> bool:
         "failed to map segment",  # of the loader of libraries
         "could not create a primitive\n",  # of oneDNN
     )
-    return isinstance(error, RuntimeError | ImportError) and any(
-        sign in f"{error}\n" for sign in signs
-    )
+    return any(sign in f"{error}\n" for sign in signs)

@@ -3,4 +3,4 @@
 
 def ceil_div(a: int, b: int) -> int:
     """Return a / b, rounded up."""
-    return -(-a // b)
+    return (a + b - 1) // b

@@ -25,37 +25,45 @@ JsonDict = dict[str, Any]
 
 
 class UserError(ValueError):
-    """A mistake that the user can fix. Commands print one line: what was given, what is allowed,
-    what to do."""
+    """A mistake that the user can fix.
+
+    Its message is one line: what was given, what is allowed, what to do.
+    """
 
     def __init__(self, message: object) -> None:
-        super().__init__(_presentable(str(message)))
+        super().__init__(_shortened(printable(str(message))))
 
 
 def line_for(error: BaseException) -> str | None:
-    """Return one line for an error that a user can mend: a mistake, a file, a lack of memory. None:
-    a bug."""
+    """Return one line for an error that a user can mend, such as a lack of memory; None: a bug."""
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     if out_of_memory(error):
         return "out of memory: use smaller batches, shorter texts or a smaller model"
-    if str(error).startswith("Symlink loop"):  # of Path.resolve, before Python 3.13
+    if str(error).startswith("Symlink loop"):  # from Path.resolve, before Python 3.13
         return f"{error}: these links lead to no file or folder"
     if "no kernel image is available" in str(error):
         return (
             "this torch has no kernels for this GPU: scripts/doctor.py says what to install; or "
             "use the CPU"
         )
-    return " ".join(str(error).split()) if isinstance(error, UserError | OSError) else None
+    if isinstance(error, UserError | OSError):
+        return " ".join(str(error).split())
+    return None
 
 
 _LONGEST_MESSAGE = 1200
 
 
-def _presentable(text: str) -> str:
-    """Make a message safe for a terminal: it can quote untrusted files and names."""
-    if len(text) > _LONGEST_MESSAGE:
-        text = f"{text[: _LONGEST_MESSAGE // 2]} ... {text[-_LONGEST_MESSAGE // 2 :]}"
+def _shortened(text: str) -> str:
+    if len(text) <= _LONGEST_MESSAGE:
+        return text
+    half = _LONGEST_MESSAGE // 2
+    return f"{text[:half]} ... {text[-half:]}"
+
+
+def printable(text: str) -> str:
+    """Return a text of an untrusted file or name as one line that every terminal can show."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -65,7 +73,8 @@ def home_expanded(path: str) -> str:
     Raises:
         ValueError: it has a control character, or is a URL.
     """
-    if re.search(r"[\x00-\x1f\x7f]|^\w+:/(?!/)", path):  # a Path has one slash of the two in s3://
+    # A Path keeps one of the two slashes in s3://.
+    if re.search(r"[\x00-\x1f\x7f]|^\w+:/(?!/)", path):
         raise ValueError(
             "it has a control character, such as the end of a line, or names a server: give a "
             "plain path"
@@ -78,13 +87,11 @@ PathText = Annotated[str, AfterValidator(home_expanded)]
 
 
 class Settings(BaseModel):
-    """Base of every configuration class: frozen, without unknown keys, each field with its
-    docstring.
+    """Base of every configuration class, which is frozen and refuses unknown keys.
 
-    The default values of a class with `defaults` are in that file of configs/, and nowhere else:
-    "optim/adamw" is configs/optim/adamw.yaml, and "train:eval" is the section eval of
-    configs/train.yaml. A command reads the same file for its --help, so it can answer without
-    importing the class, which can take seconds.
+    The default values of a class with `defaults` are in that file of configs/ alone: "optim/adamw"
+    is configs/optim/adamw.yaml, and "train:eval" is the section eval of configs/train.yaml. --help
+    reads the same file, because importing the class can take seconds.
     """
 
     model_config = ConfigDict(
@@ -98,31 +105,31 @@ class Settings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_in(cls, given: Any) -> Any:
-        """Refuse unknown keys, and add the default values of the fields that are not given."""
-        if not isinstance(given, dict):
-            return given
-        unknown = [str(key) for key in given if key not in cls.model_fields]
+    def _fill_in(cls, raw: Any) -> Any:
+        """Refuse unknown keys, and add the default values of missing fields."""
+        if not isinstance(raw, dict):
+            return raw
+        unknown = [str(key) for key in raw if key not in cls.model_fields]
         if unknown and cls.model_config["extra"] == "forbid":
             hint = nearest(unknown[0], cls.model_fields)
             raise PydanticCustomError(
                 "unknown_key", "unknown key '{key}': {hint}", {"key": unknown[0], "hint": hint}
             )
-        missing = cls.model_fields.keys() - given.keys()
-        if not missing:  # exported models bring complete settings, and no files
-            return given
-        return {key: value for key, value in cls.default_values().items() if key in missing} | given
+        if raw.keys() >= cls.model_fields.keys():
+            return raw  # an exported model has complete settings, and no files
+        return cls.default_values() | raw
 
     @field_validator("*")
     @classmethod
     def _check(cls, value: Any) -> Any:
-        """Read paths as a shell does, also those in a list; refuse integers of more than 63
-        bits."""
+        """Expand ~ in paths and lists of paths; refuse integers of more than 63 bits."""
         if isinstance(value, int) and abs(value) >= 2**63:
             raise ValueError("give less than 9223372036854775808")
         if isinstance(value, list) and value and isinstance(value[0], Path):
             return [Path(home_expanded(str(path))) for path in value]
-        return Path(home_expanded(str(value))) if isinstance(value, Path) else value
+        if isinstance(value, Path):
+            return Path(home_expanded(str(value)))
+        return value
 
     @classmethod
     def default_values(cls) -> JsonDict:
@@ -131,7 +138,8 @@ class Settings(BaseModel):
         if not file:
             return {}
         values = config_file(file).values
-        values = values[section] if section else values
+        if section:
+            values = values[section]
         return {key: value for key, value in values.items() if key in cls.model_fields}
 
 
@@ -153,13 +161,15 @@ def decode(cls: type[S], raw: Any, shown: Callable[[Any], str] = repr) -> S:
         raise UserError(_refusal(raw, error.errors(), shown)) from None
 
 
-def nearest(given: str, allowed: Iterable[str]) -> str:
-    """Suggest valid names: those that end or begin alike, such as runtime.dtype for dtype, or the
-    closest one."""
+def nearest(wrong: str, allowed: Iterable[str]) -> str:
+    """Suggest valid names for a wrong one: names that begin or end alike, or else the closest.
+
+    For example, runtime.dtype ends like dtype.
+    """
     names = sorted(allowed)
-    end = re.compile(rf"(^|[._]){re.escape(given.rpartition('.')[2])}$")
-    alike = [name for name in names if given and (end.search(name) or name.startswith(given))]
-    close = alike[:4] or difflib.get_close_matches(given, names, n=1)
+    end = re.compile(rf"(^|[._]){re.escape(wrong.rpartition('.')[2])}$")
+    alike = [name for name in names if wrong and (end.search(name) or name.startswith(wrong))]
+    close = alike[:4] or difflib.get_close_matches(wrong, names, n=1)
     if close:
         return f"did you mean {' or '.join(map(repr, close))}?"
     if len(names) > 20:
@@ -168,44 +178,44 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
 
 
 def differences(before: JsonDict, now: JsonDict) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ, by dotted key: {"model.n_layer": (12, 24)}. A missing value
-    is None."""
-    old, new = flat(before), flat(now)
-    different = {
-        key: (old.get(key), new.get(key))
-        for key in sorted(old | new)
-        if old.get(key) != new.get(key)
-    }
-    empty = [key for key, values in different.items() if {} in values]
-    filled = {
-        key for key in empty if any(other.startswith(f"{key}.") for other in different)
-    }  # its parts say so
-    return {key: values for key, values in different.items() if key not in filled}
+    """Return the settings that differ, by dotted key: {"model.n_layer": (12, 24)}.
+
+    A missing value is None. A section that is empty on one side is left out: its keys say so.
+    """
+    old = flat(before)
+    new = flat(now)
+    different = {}
+    for key in sorted(old | new):
+        values = (old.get(key), new.get(key))
+        has_keys = {} in values and any(longer.startswith(f"{key}.") for longer in old | new)
+        if values[0] != values[1] and not has_keys:
+            different[key] = values
+    return different
 
 
 def flat(tree: JsonDict, prefix: str = "") -> JsonDict:
     """{"a": {"b": 1}, "c": {}} -> {"a.b": 1, "c": {}}."""
-    found: JsonDict = {}
+    values: JsonDict = {}
     for key, value in tree.items():
-        found |= (
-            flat(value, f"{prefix}{key}.")
-            if isinstance(value, dict) and value
-            else {f"{prefix}{key}": value}
-        )
-    return found
+        if isinstance(value, dict) and value:
+            values |= flat(value, f"{prefix}{key}.")
+        else:
+            values[f"{prefix}{key}"] = value
+    return values
 
 
 def _refusal(raw: Any, errors: list[Any], shown: Callable[[Any], str]) -> str:
-    """Return pydantic's message on the first wrong key, and those on its other types."""
+    """Return pydantic's messages on the first wrong key, one for each type that it may have."""
     path = _path_in(raw, errors[0])
-    here = [error for error in errors if _path_in(raw, error) == path]
-    messages = dict.fromkeys(error["msg"].removeprefix("Value error, ") for error in here)
+    of_key = [error for error in errors if _path_in(raw, error) == path]
+    messages = dict.fromkeys(error["msg"].removeprefix("Value error, ") for error in of_key)
     message = " or ".join(messages)
     if not path:
         return message
-    given = errors[0]["input"]
-    value = "" if isinstance(given, dict) else f"={shown(given)}"
-    more = f" (and {len(errors) - len(here)} more)" if len(errors) > len(here) else ""
+    wrong = errors[0]["input"]
+    value = "" if isinstance(wrong, dict) else f"={shown(wrong)}"
+    n_more = len(errors) - len(of_key)
+    more = f" (and {n_more} more)" if n_more else ""
     return f"config {path}{value}: {message}{more}"
 
 

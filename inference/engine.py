@@ -39,10 +39,10 @@ def _failing(generations: Sequence[Generation]) -> Iterator[None]:
 
 
 def _is_kept(n_read: int, n: int, chunk: int) -> bool:
-    """Whether the cache keeps a prompt of n tokens after n_read.
+    """Return whether the cache keeps the state after n_read of a prompt's n tokens.
 
-    It does 0, 1, 2, 4, 8, ... chunks before the last whole chunk. A prompt that differs only in its
-    last m tokens then rereads at most about 2 m tokens.
+    It keeps states 0, 1, 2, 4, 8, ... chunks before the last whole chunk. A prompt that differs
+    only in its last m tokens then rereads at most about 2 m tokens.
     """
     n_left = n // chunk - n_read // chunk
     is_power_of_two = n_left & (n_left - 1) == 0  # or 0
@@ -58,7 +58,7 @@ class PromptCache:
         self.max_bytes = max_bytes
         self.n_bytes = 0
         self._kept = OrderedDict[bytes, Prefix]()
-        """By the tokens as int32."""
+        """States by the bytes of their tokens, as int32."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -85,8 +85,8 @@ class PromptCache:
             self.n_bytes += size
         self._kept.move_to_end(tokens)
         while len(self) > self.max_states or self.n_bytes > self.max_bytes:
-            dropped, prefix = self._kept.popitem(last=False)
-            self.n_bytes -= len(dropped) + state_bytes(prefix)
+            old_tokens, old_prefix = self._kept.popitem(last=False)
+            self.n_bytes -= len(old_tokens) + state_bytes(old_prefix)
 
 
 class Engine:
@@ -98,19 +98,17 @@ class Engine:
         n_vocab: int,
         max_streams: int,
         interleave: bool = False,
-        end_ids: Sequence[int] = (-1,),
         cache: PromptCache | None = None,
     ) -> None:
         """Create an engine without texts.
 
         Args:
-            n_vocab, end_ids: as for `read`.
+            n_vocab: as for `read`.
             interleave: read prompts chunk by chunk between other texts' tokens.
             cache: keeps the states of prompts. It does not change the output, to the bit.
         """
         self.gpt = gpt
         self.n_vocab = n_vocab
-        self.end_ids = end_ids
         self.max_streams = max_streams
         self.interleave = interleave
         self.cache = cache
@@ -127,7 +125,7 @@ class Engine:
 
     @property
     def n_admitted(self) -> int:
-        """Texts that have places."""
+        """Number of texts that have places."""
         return len(self._reading) + len(self._writing)
 
     @torch.inference_mode()
@@ -144,10 +142,10 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise UserError if a request exceeds the learned positions."""
         max_len = self.gpt.config.max_len
-        n_tokens = request.n_read
-        if max_len is not None and n_tokens > max_len:
+        n_read = len(request.ids) + max(request.max_tokens - 1, 0)  # the last one is not read
+        if max_len is not None and n_read > max_len:
             raise UserError(
-                f"a prompt of {request.n_prompt} tokens (<|endoftext|> before it included) and "
+                f"a prompt of {len(request.ids)} tokens (<|endoftext|> before it included) and "
                 f"{request.max_tokens} new tokens do not fit into the model's {max_len} learned "
                 "positions: shorten one of them"
             )
@@ -171,20 +169,21 @@ class Engine:
         if self._writing:
             with _failing(self._writing):
                 drawn = torch.tensor([generation.drawn[-1:] for generation in self._writing])
-                self._texts, _ = read(
-                    self.gpt, drawn, self.n_vocab, self._texts, self.end_ids, self._step
-                )
+                self._texts, _ = read(self.gpt, drawn, self.n_vocab, self._texts, self._step)
             self._keep_unfinished()
 
     def _read_prompts(self) -> None:
-        n_prompts = min(1, len(self._reading)) if self.interleave else len(self._reading)
-        first = [self._reading.popleft() for _ in range(n_prompts)]
-        ready = [generation for generation in first if self._read_prompt(generation)]
+        n_prompts = len(self._reading)
+        if self.interleave:
+            n_prompts = min(1, n_prompts)
+        prompts = [self._reading.popleft() for _ in range(n_prompts)]
+        ready = [generation for generation in prompts if self._read_prompt(generation)]
         if not ready:
             return
         with _failing(ready):  # such as running out of memory
-            before = [self._texts] if self._writing else []
-            self._texts = cat_states([*before, *(generation.prefix for generation in ready)])
+            prefixes = [self._texts] if self._writing else []
+            prefixes += [generation.prefix for generation in ready]
+            self._texts = cat_states(prefixes)
             self._writing += ready
         for generation in ready:
             generation.prefix = None
@@ -199,14 +198,10 @@ class Engine:
                 generation.n_cached = generation.n_read
             while generation.n_read < len(request.ids):
                 chunk = torch.tensor([request.ids[generation.n_read : generation.n_read + size]])
-                prefix, logits = read(
-                    self.gpt, chunk, self.n_vocab, generation.prefix, self.end_ids
-                )
+                prefix, logits = read(self.gpt, chunk, self.n_vocab, generation.prefix)
                 generation.accept_prompt(prefix, logits[0])
                 n_read = generation.n_read
-                begins_text = request.before is None
-                is_kept = begins_text and _is_kept(n_read, len(request.ids), size)
-                if self.cache is not None and is_kept:
+                if self.cache is not None and _is_kept(n_read, len(request.ids), size):
                     self.cache.add(request.ids[:n_read], prefix)
                 if self.interleave and n_read < len(request.ids):
                     self._reading.append(generation)
@@ -220,7 +215,6 @@ class Engine:
         with _failing(self._writing):
             drawn = draw(
                 self._texts.logits,
-                self._texts.seen,
                 [generation.sampling for generation in self._writing],
                 [generation.generator for generation in self._writing],
             )
@@ -268,23 +262,21 @@ def generate(
     prompt_ids: Tensor | Sequence[Tensor],
     *,
     n_vocab: int,
-    eot_id: int = -1,
     sampling: SamplingConfig | None = None,
     generators: Sequence[torch.Generator | None] | None = None,
 ) -> Iterator[Tensor]:
     """Endlessly yield the next token of every text in the batch, (B,) int64.
 
     Args:
-        prompt_ids: (B, T) with T at least 1; or texts (T,) of different lengths. n_vocab: ids from
-        here on, the padding of the embedding, are never drawn. eot_id: the token that ends texts;
-        penalties do not apply to it; -1: the last id, n_vocab - 1. sampling: how to draw; None:
-        from the model's own distribution. generators: sources of randomness, on the CPU, one for
-        each text.
+        prompt_ids: (B, T) with T at least 1; or texts (T,) of different lengths.
+        n_vocab: ids from here on, the padding of the embedding, are never drawn.
+        sampling: how to draw; None: from the model's own distribution.
+        generators: sources of randomness, on the CPU, one for each text.
 
     Raises:
         UserError: the model's logits are not finite.
     """
-    engine = Engine(gpt, n_vocab, len(prompt_ids), end_ids=[eot_id])
+    engine = Engine(gpt, n_vocab, len(prompt_ids))
     sampling = sampling or SamplingConfig()
     texts = [Generation(Request(tuple(ids.tolist()), sampling=sampling)) for ids in prompt_ids]
     for text, generator in zip(texts, generators or [None] * len(texts), strict=True):

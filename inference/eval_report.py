@@ -1,6 +1,5 @@
 """The tables that eval.py prints, and eval.png."""
 
-import numpy as np
 from matplotlib.figure import Figure
 from rich.table import Table
 from rich.text import Text
@@ -9,7 +8,7 @@ from common.console import say, show_table, table_of
 from common.figures import png
 from common.settings import JsonDict
 
-# Beside long contexts: the loss of the first tokens is so high that it would flatten the rest.
+# Beside long contexts, tokens before it are not drawn: their high loss would flatten the curves.
 _FIRST_POSITION = 16
 
 
@@ -52,7 +51,7 @@ def _number(value: float | None, digits: int = 4) -> str:
 
 
 def draw_evaluation(result: JsonDict, trained_on: int) -> bytes:
-    """A PNG: the loss and its error at each position, and the mean over each context.
+    """Draw the loss at each position, and the mean over each context, as a PNG.
 
     Args:
         result: the content of eval.json.
@@ -69,33 +68,16 @@ def draw_evaluation(result: JsonDict, trained_on: int) -> bytes:
     for label, bins in lines.items():
         rows = [row for row in bins if row["loss"] is not None and row["stop"] > first]
         middles = [(row["start"] + row["stop"] + 1) / 2 for row in rows]
-        losses = _column(rows, "loss")
-        errors = _column(rows, "error")
-        (line,) = axes.plot(middles, losses, marker="o", markersize=3, label=label)
-        band = {"color": line.get_color(), "alpha": 0.2, "linewidth": 0}
-        axes.fill_between(middles, losses - errors, losses + errors, **band)
+        axes.plot(middles, [row["loss"] for row in rows], marker="o", markersize=3, label=label)
     means = [row for row in result["contexts"] if row["loss"] is not None]
     if means:
-        axes.errorbar(
-            _column(means, "context"),
-            _column(means, "loss"),
-            _column(means, "error"),
-            fmt="s--",
-            color="black",
-            label="mean over a context",
-        )
+        contexts = [row["context"] for row in means]
+        losses = [row["loss"] for row in means]
+        axes.plot(contexts, losses, "s--", color="black", label="mean over a context")
     axes.axvline(trained_on, color="C7", linestyle=":", label=f"trained on {trained_on:,}")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     without = f" (the first {first} are left out)" if first else ""
-    axes.set(
-        xlabel=f"tokens read so far{without}",
-        ylabel="loss (nats per token), and its standard error",
-    )
+    axes.set(xlabel=f"tokens read so far{without}", ylabel="loss (nats per token)")
     axes.legend()
     return png(figure)
-
-
-def _column(rows: list[JsonDict], key: str) -> np.ndarray:
-    """Return a figure of each row; an unknown error is 0."""
-    return np.array([row[key] or 0 for row in rows])

@@ -53,10 +53,7 @@ class EvaluateConfig(ModelConfig, defaults="eval"):
     seq_len is measured, too, on the same text.
     """
     context_windows: int | None = Field(ge=1)
-    """Windows, as long as the longest of `contexts`, to measure all contexts on; null: the split.
-
-    They are spread evenly over the split.
-    """
+    """Passages of the longest context, spread evenly over the split; null: the whole split."""
     micro_batch: int = Field(ge=1)
     """Windows that go through the model at once."""
 
@@ -72,7 +69,7 @@ class Evaluation(NamedTuple):
     """What everything except `contexts` is measured on."""
     contexts: list[int]
     batches: int | None
-    """What `windows` are; None: the whole split."""
+    """How many batches `windows` are; None: the whole split."""
 
 
 def run_evaluation(config: EvaluateConfig) -> None:
@@ -132,23 +129,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
             "stride and contexts are for texts, and this loss is on the answers of conversations: "
             "leave them out, or give dataset_dir= of a text"
         )
-    longest = loaded.gpt.config.max_len or max(seq_len, stream.n_tokens)
-    if loss == "all":  # rows of conversations are padded
-        longest = min(longest, stream.n_tokens - 1)
-    contexts = config.contexts
-    if contexts is None and loss == "answers":
-        contexts = []
-    if contexts is None:
-        contexts = [context for context in _CONTEXTS if context <= longest]
-    lengths = {"contexts": max(contexts, default=0), "seq_len": config.seq_len or 0}
-    for key, length in lengths.items():
-        if length > longest:
-            raise UserError(
-                f"{key}={length} is longer than the text or the learned positions: "
-                f"use at most {longest}"
-            )
-    if contexts:
-        contexts = sorted({*contexts, min(seq_len, longest)})
+    contexts = _contexts(config, loaded, stream, seq_len)
     n_batches = state.eval_batches
     if config.batches is not None:
         n_batches = None if config.batches == "all" else config.batches
@@ -159,11 +140,36 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
     return Evaluation(config, loaded, dataset_dir, manifest, windows, contexts, n_batches)
 
 
+def _contexts(
+    config: EvaluateConfig, loaded: Loaded, stream: TokenStream, seq_len: int
+) -> list[int]:
+    """Return the lengths of contexts to measure.
+
+    Raises:
+        UserError: a length is longer than text or model allow.
+    """
+    longest = loaded.gpt.config.max_len or max(seq_len, stream.n_tokens)
+    if stream.loss == "all":  # rows of conversations are padded
+        longest = min(longest, stream.n_tokens - 1)
+    contexts = config.contexts
+    if contexts is None:
+        contexts = [context for context in _CONTEXTS if context <= longest]
+        if stream.loss == "answers":
+            contexts = []
+    lengths = {"contexts": max(contexts, default=0), "seq_len": config.seq_len or 0}
+    for key, length in lengths.items():
+        if length > longest:
+            raise UserError(
+                f"{key}={length} is longer than the text or the learned positions: "
+                f"use at most {longest}"
+            )
+    return sorted({*contexts, min(seq_len, longest)}) if contexts else []
+
+
 def measure(plan: Evaluation, world: World) -> JsonDict:
-    """The content of eval.json; every process calls this."""
+    """Return the content of eval.json; every process calls this."""
     config = plan.config
     windows = plan.windows
-    of_answers = windows.stream.loss == "answers"  # places in a row of several say nothing
     gpt = plan.loaded.place(world.device, autocast=True)
     byte_lengths = torch.from_numpy(plan.loaded.tokenizer.byte_lengths).to(world.device)
     by_set = LossSums(len(plan.manifest.set_names), byte_lengths)
@@ -176,8 +182,11 @@ def measure(plan: Evaluation, world: World) -> JsonDict:
         by_position.add(targets, losses)
     set_losses = dict(zip(plan.manifest.set_names, by_set.losses(world), strict=True))
     largest_first = sorted(set_losses, key=lambda name: -set_losses[name].tokens)
+    positions = by_position.rows(by_position.losses(world))
+    if windows.stream.loss == "answers":
+        positions = []  # a position in a row of several conversations says nothing
     return {
-        **plan.loaded.about(config),
+        **plan.loaded.about(),
         "dataset_dir": str(plan.dataset_dir),
         "split": config.split,
         "batches": plan.batches,
@@ -189,7 +198,7 @@ def measure(plan: Evaluation, world: World) -> JsonDict:
         "sets": {
             name: figures(set_losses[name]) for name in largest_first if set_losses[name].tokens
         },
-        "by_position": [] if of_answers else by_position.by_position(world)[0],
+        "by_position": positions,
         "contexts": [
             _measure_context(plan, gpt, context, byte_lengths, world) for context in plan.contexts
         ],
@@ -199,22 +208,26 @@ def measure(plan: Evaluation, world: World) -> JsonDict:
 def _measure_context(
     plan: Evaluation, gpt: GPT, context: int, byte_lengths: Tensor, world: World
 ) -> JsonDict:
-    """The loss in windows of `context` tokens, cut from those of the longest context."""
+    """Return the loss in windows of `context` tokens, cut from those of the longest context."""
     stream = plan.windows.stream
     longest = EvalWindows(stream, max(plan.contexts), plan.config.context_windows)
     windows = CutWindows(longest, context)
     rows = max(1, plan.config.micro_batch * plan.windows.seq_len // context)
-    sums = _PositionSums(context, byte_lengths)
+    by_position = _PositionSums(context, byte_lengths)
     for _, targets, losses in window_losses(
         gpt, windows, rows, plan.loaded.runtime, world, _CONTEXT_CHUNK
     ):
-        sums.add(targets, losses)
-    positions, mean, error = sums.by_position(world)
-    return {"context": context, **figures(mean), "error": error, "by_position": positions}
+        by_position.add(targets, losses)
+    losses_of_bins = by_position.losses(world)
+    return {
+        "context": context,
+        **figures(total(losses_of_bins)),
+        "by_position": by_position.rows(losses_of_bins),
+    }
 
 
 def _sets(plan: Evaluation, first: int, n_windows: int) -> Tensor:
-    """The index of each target's set, (n_windows, T); 0 where there is no target."""
+    """Return the index of each target's set, (n_windows, T); 0 where there is no target."""
     sets = np.zeros((n_windows, plan.windows.seq_len), np.int64)
     if len(plan.manifest.set_names) > 1:
         for row in range(n_windows):
@@ -228,73 +241,42 @@ def _sets(plan: Evaluation, first: int, n_windows: int) -> Tensor:
 
 
 def position_bins(length: int) -> list[int]:
-    """Edges of bins of positions, two per octave: 0 1 2 3 4 6 8 12 16 24 ... and `length`."""
+    """Return the edges of bins of positions, two per octave: 0 1 2 3 4 6 8 12 ... and `length`."""
     powers = [2**k for k in range(length.bit_length())]
     between = [3 * n // 2 for n in powers]
     return [0, *sorted(n for n in {*powers, *between} if n < length), length]
 
 
 class _PositionSums:
-    """Sums of losses by bins of positions in windows of `length` tokens, and their spread."""
+    """Sums of losses by bins of positions in windows of `length` tokens."""
 
     def __init__(self, length: int, byte_lengths: Tensor) -> None:
         self._edges = position_bins(length)
         self._sums = LossSums(len(self._edges) - 1, byte_lengths)
-        bins = torch.bucketize(torch.arange(length), torch.tensor(self._edges), right=True) - 1
-        self._bins = bins.to(byte_lengths.device)
-        """The bin of each position, int64 (length,)."""
-        self._means = byte_lengths.new_zeros(len(self._edges), 3, dtype=torch.float64)
-        """Of each bin, and of all of them, (bins + 1, 3).
-
-        The number of windows, the sum of their mean losses, and the sum of the squares of these.
-        """
+        edges = torch.tensor(self._edges)
+        self._bins = torch.bucketize(torch.arange(length), edges, right=True).unsqueeze(0) - 1
+        """The bin of each position, int64 (1, length)."""
 
     def add(self, targets: Tensor, losses: Tensor) -> None:
         """Add losses (B, T) of B windows, as LossSums does."""
-        self._sums.add(self._bins.unsqueeze(0), targets, losses)
-        n = self._by_window(targets >= 0)
-        mean = self._by_window(losses) / n.clamp(min=1)
-        self._means += torch.stack([n > 0, mean, mean.square()], -1).sum(0)
+        self._sums.add(self._bins, targets, losses)
 
-    def _by_window(self, values: Tensor) -> Tensor:
-        """(B, T) -> sums over each bin and over all of them, (B, bins + 1)."""
-        values = values.double()
-        bins = values.new_zeros(len(values), len(self._edges) - 1)
-        bins.index_add_(1, self._bins, values)
-        return torch.cat([bins, values.sum(1, keepdim=True)], dim=1)
+    def losses(self, world: World) -> list[Loss]:
+        """Return the loss of each bin over all processes, which call this once."""
+        return self._sums.losses(world)
 
-    def by_position(self, world: World) -> tuple[list[JsonDict], Loss, float | None]:
-        """Return bins [start, stop) that have targets, with losses and standard errors.
-
-        Also return the loss and the standard error of all of them.
-        """
-        losses = self._sums.losses(world)
-        errors = [_standard_error(*sums) for sums in world.sum(self._means).tolist()]
+    def rows(self, losses: list[Loss]) -> list[JsonDict]:
+        """Return the bins [start, stop) that have targets, with their losses."""
         rows = []
-        for (start, stop), loss, error in zip(
-            pairwise(self._edges), losses, errors[:-1], strict=True
-        ):
+        for (start, stop), loss in zip(pairwise(self._edges), losses, strict=True):
             if loss.tokens:
                 row = {"start": start, "stop": stop, "tokens": loss.tokens}
-                rows.append(row | {"loss": _finite(loss.per_token), "error": error})
-        return rows, total(losses), errors[-1]
-
-
-def _standard_error(n: float, total: float, squares: float) -> float | None:
-    """The standard error of the mean of n numbers; None for one number.
-
-    Args:
-        total: the sum of the numbers.
-        squares: the sum of their squares.
-    """
-    if n < 2:
-        return None
-    variance = max(0.0, squares - total * total / n) / (n - 1)
-    return _finite(math.sqrt(variance / n))
+                rows.append(row | {"loss": _finite(loss.per_token)})
+        return rows
 
 
 def figures(loss: Loss) -> JsonDict:
-    """A loss as eval.json stores it; None in place of numbers that are not finite."""
+    """Return a loss as eval.json stores it, with None for numbers that are not finite."""
     return {
         "tokens": loss.tokens,
         "bytes": loss.bytes,

@@ -1,7 +1,6 @@
-"""A text that the engine continues: what it is so far, why it ended, what is reported meanwhile."""
+"""A text that the engine continues: its tokens so far, what is reported, and why it ended."""
 
 import codecs
-import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -12,8 +11,6 @@ from data.tokenizer import Tokenizer
 from inference.prefill import Prefix, Request
 from inference.sampling import SamplingConfig
 
-_LONG = 4096  # tokens of a prompt whose progress is reported
-_SECONDS_BETWEEN_REPORTS = 1.0
 _LEAST_LOGPROB = -9999.0  # lower values are raised to it, as in OpenAI's API: JSON has no infinity
 
 FinishReason = Literal["length", "stop", "end_of_text"]
@@ -70,7 +67,7 @@ class TextStream:
 
 
 class Token(NamedTuple):
-    """A token of a text; its log-probability is the model's own, before any sampling setting."""
+    """A token of a text, with its log-probability before any sampling setting."""
 
     id: int
     offset: int
@@ -89,8 +86,6 @@ class Update(NamedTuple):
     """The tokens that begin in `text`; empty if n_top is None."""
     finish_reason: FinishReason | None = None
     """Set in the last update only."""
-    n_read: int = 0
-    """Of a long prompt that is being read: its tokens read so far. There is no text yet."""
 
 
 Tell = Callable[[Update | Exception], None]
@@ -111,7 +106,7 @@ class Generation:
         settings = request.sampling.model_dump(include=set(SamplingConfig.model_fields))
         self.sampling = SamplingConfig(**settings)
         self.generator: torch.Generator | None = torch.Generator().manual_seed(request.seed)
-        self.prefix = request.before
+        self.prefix: Prefix | None = None
         """The text as far as it is read; None once it is a row of the engine's batch."""
         self.n_read = 0
         """Tokens of the prompt that are read."""
@@ -129,8 +124,7 @@ class Generation:
         self.cancelled = False
         """Set this to make the text leave with the engine's next turn."""
         self.tell: Tell = lambda update: None
-        self._told = time.monotonic()
-        # Of the prompt; then of the continuation.
+        # It decodes the prompt, and after `end_prompt` the continuation.
         self._stream = TextStream(tokenizer) if tokenizer else None
         self._n_echoed = 0  # characters of the prompt in `text`
         self._later: list[Token] = []  # tokens that begin after `text`
@@ -159,11 +153,8 @@ class Generation:
         start = self.n_read
         self.prefix = prefix
         self.n_read += len(logits)
-        if len(ids) >= _LONG and time.monotonic() > self._told + _SECONDS_BETWEEN_REPORTS:
-            self._told = time.monotonic()
-            self.tell(Update(n_read=self.n_read))
         if self._stream and not self.may_skip:
-            if start == self.request.prompt_start == 0:
+            if start == 0 and self.request.prompt_start == 0:
                 self._later.append(Token(ids[0], 0, None, {}))
                 self._stream.push(ids[0])
             self._push(self._stream, ids[start + 1 : self.n_read + 1], logits)
@@ -221,8 +212,8 @@ class Generation:
         self.text += text
         self.finish_reason = finish_reason
         if text or finish_reason:
-            n = sum(token.offset < len(self.text) for token in self._later)
-            tokens = tuple(self._later[:n])
-            self._later = self._later[n:]
+            end = len(self.text)
+            tokens = tuple(token for token in self._later if token.offset < end)
+            self._later = [token for token in self._later if token.offset >= end]
             self.tokens += tokens
             self.tell(Update(text, tokens, finish_reason))

@@ -10,7 +10,7 @@ from rich.table import Table
 from common.console import say, show_table, table_of
 from common.settings import JsonDict, UserError, nearest
 from data.chat import ChatTokenizer
-from inference.load import ModelConfig, load
+from inference.load import Loaded, ModelConfig, load
 
 # What lm_eval.json keeps of the harness's results.
 _KEPT = (
@@ -62,32 +62,11 @@ def run_harness(config: HarnessConfig) -> None:
     from inference.harness_model import HarnessModel
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it announces each of its retries
-
-    if config.include_path is not None and not config.include_path.is_dir():
-        raise UserError(
-            f"include_path={config.include_path} is not a folder: give the folder of your "
-            "task files"
-        )
     loaded = load(config)
-    if loaded.tokenizer.name == "none":
-        raise UserError(
-            f"checkpoint={config.checkpoint} was trained on ids without text (tokenizer=none), "
-            "and the harness's tasks are texts: use eval.py"
-        )
-    if config.apply_chat_template and not isinstance(loaded.tokenizer, ChatTokenizer):
-        raise UserError(
-            f"apply_chat_template=true needs a chat model, and checkpoint={config.checkpoint} was "
-            "not trained on conversations: leave it out"
-        )
-    max_len = loaded.gpt.config.max_len
-    max_length = config.max_length or max_len
-    if max_length is not None and max_len is not None and max_length > max_len:
-        raise UserError(
-            f"max_length={max_length} is more than the model's {max_len} learned positions: "
-            "lower it"
-        )
+    max_length = _max_length(config, loaded)
     say("reading the names of the harness's tasks ...")
-    manager = TaskManager(include_path=config.include_path and str(config.include_path))
+    own_tasks = None if config.include_path is None else str(config.include_path)
+    manager = TaskManager(include_path=own_tasks)
     tasks = find_tasks(config.tasks, manager)
     gpt = loaded.place(loaded.runtime.device, autocast=True)
     model = HarnessModel(gpt, loaded.tokenizer, max_length, config.micro_batch, loaded.runtime)
@@ -114,29 +93,61 @@ def run_harness(config: HarnessConfig) -> None:
     show_table(_table(results))
     settings = {"tasks", "num_fewshot", "limit", "max_length", "apply_chat_template"}
     result = {
-        **loaded.about(config),
+        **loaded.about(),
         **config.model_dump(mode="json", include=settings),
         **{key: results[key] for key in _KEPT if key in results},
     }
     loaded.write_result(result, config.model_copy(update={"include_path": None}), "lm_eval")
 
 
+def _max_length(config: HarnessConfig, loaded: Loaded) -> int | None:
+    """Return the most tokens that the model may read; None: any number.
+
+    Raises:
+        UserError: the settings do not suit the model.
+    """
+    if config.include_path is not None and not config.include_path.is_dir():
+        raise UserError(
+            f"include_path={config.include_path} is not a folder: give the folder of your "
+            "task files"
+        )
+    if loaded.tokenizer.name == "none":
+        raise UserError(
+            f"checkpoint={config.checkpoint} was trained on ids without text (tokenizer=none), "
+            "and the harness's tasks are texts: use eval.py"
+        )
+    if config.apply_chat_template and not isinstance(loaded.tokenizer, ChatTokenizer):
+        raise UserError(
+            f"apply_chat_template=true needs a chat model, and checkpoint={config.checkpoint} was "
+            "not trained on conversations: leave it out"
+        )
+    max_len = loaded.gpt.config.max_len
+    max_length = config.max_length or max_len
+    if max_length is not None and max_len is not None and max_length > max_len:
+        raise UserError(
+            f"max_length={max_length} is more than the model's {max_len} learned positions: "
+            "lower it"
+        )
+    return max_length
+
+
 def _table(results: JsonDict) -> Table:
-    """A row for each metric of each task, and of each filter of its answers."""
+    """Return a table with a row for each metric of each task and filter of its answers."""
     table = table_of(["task", "filter", "metric"], ["examples", "value", "standard error"])
     for task, values in results["results"].items():
         for key, value in values.items():
             metric, comma, kind = key.partition(",")
-            if comma and not metric.endswith("_stderr"):
-                numbers = [value, values.get(f"{metric}_stderr,{kind}", "")]
-                shown = [f"{x:.4f}" if isinstance(x, float) else str(x) for x in numbers]
-                n_examples = str(results["n-shot"].get(task, ""))
-                table.add_row(task, kind, metric, n_examples, *shown)
+            if not comma or metric.endswith("_stderr"):
+                continue
+            numbers = [value, values.get(f"{metric}_stderr,{kind}", "")]
+            cells = [f"{x:.4f}" if isinstance(x, float) else str(x) for x in numbers]
+            n_examples = str(results["n-shot"].get(task, ""))
+            table.add_row(task, kind, metric, n_examples, *cells)
     return table
 
 
 def find_tasks(names: str, manager: Any) -> list[str]:
-    """The names of the tasks that match.
+    """Return the names of the tasks that match.
 
     Raises:
         UserError: a name matches no task.

@@ -1,14 +1,14 @@
-"""What lm-evaluation-harness asks of a model: log-likelihoods of texts, and continuations."""
+"""A model for lm-evaluation-harness: log-likelihoods of texts, and continuations."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
-from lm_eval.utils import get_rolling_token_windows
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
@@ -23,7 +23,7 @@ from inference.sampling import SamplingConfig
 from model.gpt import GPT, GPTState
 from runtime.device import Runtime
 
-# Comes before a marker in the harness's texts. Markers that a task's text spells remain text.
+# It precedes a marker in the harness's texts. Markers that a task's text spells remain text.
 _IS_MARKER = "\0"
 _MAX_NEW_TOKENS = 256  # for tasks without a limit, as in the harness's other models
 # Tokens of a text that go through the model at once: bounds memory for texts of any length.
@@ -91,7 +91,7 @@ class HarnessModel(TemplateLM):
     ) -> str:
         """Return a conversation as `tok_encode` reads it.
 
-        add_generation_prompt: whether the assistant is to answer, or else to go on with the last
+        add_generation_prompt: True: the assistant is to answer; False: it continues the last
             message.
         """
         text = f"{_IS_MARKER}<|endoftext|>"
@@ -112,7 +112,7 @@ class HarnessModel(TemplateLM):
         return score(self.gpt, texts, self.micro_batch, self.runtime)
 
     def _fitting(self, context: list[int], continuation: list[int]) -> Text:
-        """Context and continuation; cuts the start of the context if both together are too long."""
+        """Return context and continuation. If both are too long, the context loses its start."""
         if len(continuation) > self.max_length:
             raise UserError(
                 f"a task needs {len(continuation)} tokens, max_length is {self.max_length}: "
@@ -124,40 +124,34 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-likelihoods of whole texts of any length, in windows of max_length.
+        """Return log-likelihoods of whole texts of any length, in windows of max_length.
 
-        Without a max_length, the state is carried along.
+        Each token is scored once, and the last window is full, as the harness does for other
+        models. Without a max_length, the state is carried along.
         """
         windows: list[Text] = []
-        owners: list[int] = []  # the request of each window
+        request_of: list[int] = []  # each window's
         for index, request in enumerate(requests):
-            for window in self._windows(request.args[0]):
-                windows.append(window)
-                owners.append(index)
+            ids = self.tok_encode(request.args[0])
+            length = min(self.max_length, max(1, len(ids)))
+            for window in get_rolling_token_windows(
+                ids, self.prefix_token_id, length, context_len=1
+            ):
+                windows.append(self._fitting(*make_disjoint_window(window)))
+                request_of.append(index)
         sums = [0.0] * len(requests)
         scores = score(self.gpt, windows, self.micro_batch, self.runtime)
-        for index, (log_likelihood, _) in zip(owners, scores, strict=True):
+        for index, (log_likelihood, _) in zip(request_of, scores, strict=True):
             sums[index] += log_likelihood
         return sums
 
-    def _windows(self, text: str) -> Iterator[Text]:
-        """The harness's windows: each token is scored once, and the last window is full."""
-        ids = self.tok_encode(text)
-        length = min(self.max_length, max(1, len(ids)))
-        for read, scored in get_rolling_token_windows(
-            ids, self.prefix_token_id, length, context_len=1
-        ):
-            yield [*read, scored[-1]], len(read) + 1 - len(scored)
-
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The continuation of each context, up to the first of its stop strings."""
+        """Return the continuation of each context, up to the first of its stop strings."""
         texts = [
             Generation(self._request(request, seed), self._tokenizer)
             for seed, request in enumerate(requests)
         ]
-        engine = Engine(
-            self.gpt, self._tokenizer.n_vocab, self.micro_batch, end_ids=self._tokenizer.end_ids
-        )
+        engine = Engine(self.gpt, self._tokenizer.n_vocab, self.micro_batch)
         engine.submit(sorted(texts, key=lambda text: -len(text.request.ids)))
         with Track("continuations", len(texts)) as track, self.runtime.autocast():
             for text in texts:
@@ -175,8 +169,9 @@ class HarnessModel(TemplateLM):
                 f"a task asks for {n_new} new tokens, but the model may read {self.max_length} "
                 "in all"
             )
-        ids = (self.tok_encode(context) or [self.eot_token_id])[n_new - self.max_length :]
-        # The temperature of a task that gives none.
+        ids = self.tok_encode(context) or [self.eot_token_id]
+        ids = ids[n_new - self.max_length :]
+        # A task may give no temperature.
         sampling = {"temperature": 1.0 if settings.get("do_sample") else 0.0}
         for name in SamplingConfig.model_fields:
             if settings.get(name) is not None:
@@ -186,7 +181,7 @@ class HarnessModel(TemplateLM):
 
 
 def score(gpt: GPT, texts: Sequence[Text], micro_batch: int, runtime: Runtime) -> list[Score]:
-    """The score of each text, in order.
+    """Return the score of each text, in order.
 
     `micro_batch` texts of similar length go through the model at once.
     """

@@ -47,8 +47,8 @@ class Loaded(NamedTuple):
             prove_logits(gpt, self.runtime, autocast)
         return gpt
 
-    def about(self, config: ModelConfig) -> JsonDict:
-        """The description of the model in a stored result."""
+    def about(self) -> JsonDict:
+        """Return the description of the model in a stored result."""
         return {
             "run": self.checkpoint.run_dir.name,
             "checkpoint": self.checkpoint.path.name,

@@ -28,8 +28,6 @@ class SamplingConfig(Settings):
     The defaults leave the model's distribution.
     """
 
-    repetition_penalty: float = Field(default=1.0, ge=0.001, le=1000)
-    """Above 1, tokens that occur in the text so far, prompt included, become less likely."""
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Below 1 sharpens, above 1 flattens; 0 takes the most likely token."""
     top_k: int | None = Field(default=None, ge=1)
@@ -42,7 +40,6 @@ class SamplingConfig(Settings):
 
 def draw(
     logits: Tensor,
-    seen: Tensor,
     samplings: Sequence[SamplingConfig],
     generators: Sequence[torch.Generator | None],
 ) -> list[int]:
@@ -52,7 +49,7 @@ def draw(
     and generator of its own text.
 
     Args:
-        logits: (B, V). seen: the tokens that repetition_penalty applies to, bool (B, V).
+        logits: (B, V).
         generators: sources of randomness, on the CPU, one for each text; None: torch's own. A draw
             takes one number.
     """
@@ -65,15 +62,15 @@ def draw(
     for sampling, rows in rows_of.items():
         n_at_once = _CPU_ROWS if logits.is_cpu else len(rows)
         for index in torch.tensor(rows, device=logits.device).split(n_at_once):
-            drawn[index] = _draw(logits[index], seen[index], sampling, uniform[index])
+            drawn[index] = _draw(logits[index], sampling, uniform[index])
     return drawn.tolist()
 
 
-def _draw(logits: Tensor, seen: Tensor, sampling: SamplingConfig, uniform: Tensor) -> Tensor:
+def _draw(logits: Tensor, sampling: SamplingConfig, uniform: Tensor) -> Tensor:
     """Draw (B,) by the same settings for all rows, given numbers (B,) in [0, 1)."""
     logits = logits.float()
     finite = logits.amin(-1).isfinite() & logits.amax(-1).isfinite()
-    ids, weights = weigh(logits, seen, sampling)  # arbitrary for rows that are not finite
+    ids, weights = weigh(logits, sampling)  # arbitrary for rows that are not finite
     sums = weights.cumsum(-1)
     places = (uniform * sums[:, -1]).long().unsqueeze(-1)
     indices = torch.searchsorted(sums, places, right=True)  # (B, 1)
@@ -81,7 +78,7 @@ def _draw(logits: Tensor, seen: Tensor, sampling: SamplingConfig, uniform: Tenso
     return ids.gather(-1, indices).squeeze(-1).where(finite, -1)
 
 
-def weigh(logits: Tensor, seen: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
+def weigh(logits: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
     """Ids and weights, both int64 (B, K), of all tokens that can be drawn.
 
     A weight of 0 is never drawn. Weights are in proportion to probabilities, in multiples of 2^-52
@@ -90,15 +87,8 @@ def weigh(logits: Tensor, seen: Tensor, sampling: SamplingConfig) -> tuple[Tenso
 
     Args:
         logits: finite, float32 (B, V).
-        seen: bool (B, V).
     """
     n_vocab = logits.shape[-1]
-    if sampling.repetition_penalty != 1:
-        # Keskar et al. 2019 (CTRL), eq. 1, divides logits by the penalty. Negative ones are
-        # multiplied by it, as other programs do: dividing them would make the token more likely.
-        logits = logits.double()
-        penalty = sampling.repetition_penalty
-        logits = logits.where(~seen, torch.where(logits > 0, logits / penalty, logits * penalty))
     if sampling.temperature == 0:
         ids = logits.argmax(-1, keepdim=True)
         return ids, torch.ones_like(ids)

@@ -24,7 +24,7 @@ from runtime.device import (
     why_gpu_is_unseen,
 )
 from runtime.distributed import World
-from runtime.proof import Form, cache_folder, prove_gradients
+from runtime.proof import Form, prove_gradients
 from tools.bench.harness import Row, composed, in_own_process, machine, print_table
 from tools.bench.train import measure_rate
 from tools.plan import duration, gigabytes
@@ -40,6 +40,8 @@ OTHERS = (
 )
 """Models that use, with the flagship, all operators that have kernels."""
 AGREES = "agree with plain torch"
+# Bytes for the checkpoints of a run of the flagship, and a dataset of its first hours.
+_LEAST_DISK = 20e9
 
 
 def examine(out: Path | None, training: bool) -> None:
@@ -62,10 +64,10 @@ def examine(out: Path | None, training: bool) -> None:
         try:
             return work()
         except Exception as error:
-            what = str(error).strip().partition("\n")[0]
+            reason = str(error).strip().partition("\n")[0]
             if out_of_memory(error):
-                what = "out of memory, use a machine with more, or a smaller model"
-            problems.append(f"{name} fails ({type(error).__name__}): {what}")
+                reason = "out of memory, use a machine with more, or a smaller model"
+            problems.append(f"{name} fails ({type(error).__name__}): {reason}")
             return None
 
     about = attempt("versions", versions) or {}
@@ -92,10 +94,9 @@ def examine(out: Path | None, training: bool) -> None:
 
 
 def prove_models() -> dict[str, str]:
-    """Prove the first gradient of several models, each in a process of its own, as a kernel may
-    crash it.
+    """Prove the first gradient of several models, and return the outcome of each.
 
-    Returns what came of it, by model.
+    Each has a process of its own, which a kernel may crash.
     """
     models = {words[-1].partition("=")[2]: words for words in (FLAGSHIP, *OTHERS)}
     outcomes = {}
@@ -112,8 +113,7 @@ def prove_models() -> dict[str, str]:
 
 
 def prove_model(words: list[str]) -> str:
-    """Prove the gradient of a model's first two blocks on random tokens; say whether it is
-    right."""
+    """Prove the gradient of a model of two blocks on random tokens, and return the outcome."""
     config = decode(TrainConfig, composed([*FLAGSHIP, *words]))
     runtime = open_runtime(config.runtime)
     n_vocab = config.model.n_vocab
@@ -128,7 +128,7 @@ def prove_model(words: list[str]) -> str:
 
 
 def training_step(config: TrainConfig, runtime: Runtime) -> Row:
-    """Tokens per second of one device in a run of the flagship, and how long the run takes."""
+    """Return tokens per second of one device in a run of the flagship, and the run's time."""
     n_device = max(1, torch.cuda.device_count())
     size = 1  # on a CPU, one sequence takes seconds
     if runtime.device.type == "cuda":
@@ -150,23 +150,18 @@ def training_step(config: TrainConfig, runtime: Runtime) -> Row:
     }
 
 
-_LEAST_DISK = (
-    20e9  # bytes: the checkpoints of a run of the flagship, and a dataset of its first hours
-)
-
-
 def versions() -> Row:
-    """System, processor, versions and GPUs; nothing that names the host or its user."""
-    here = machine()
+    """Return system, processor, versions and GPUs; nothing names the host or its user."""
+    about = machine()
     rows: Row = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "processor": f"{here['cpu']}, {here['cores']} cores, load {here['load']:.1f}",
+        "processor": f"{about['cpu']}, {about['cores']} cores, load {about['load']:.1f}",
         "python": platform.python_version(),
-        "torch": here["torch"],
+        "torch": about["torch"],
         "cuda": torch.version.cuda,
         "triton": triton_version(),
         "driver": driver(),
-        "commit": here["git_commit"],
+        "commit": about["git_commit"],
         "memory": gigabytes(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
         "free disk": gigabytes(shutil.disk_usage(".").free),
     }
@@ -178,33 +173,23 @@ def versions() -> Row:
 
 
 def driver(proc: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """The version of the NVIDIA driver that is loaded, or None."""
+    """Return the version of the NVIDIA driver that is loaded, or None."""
     words = proc.read_text().partition("\n")[0].split() if proc.is_file() else []
     return next((word for word in words if word[0].isdigit() and "." in word), None)
 
 
 def findings(dev: Path = Path("/dev")) -> Iterator[str]:
     """Yield lines that say what is wrong and what to do."""
+    reason = why_gpu_is_unseen(dev)
     if torch.cuda.is_available():
         yield from _of_gpu()
-    elif why := why_gpu_is_unseen(dev):
-        yield f"torch does not see the GPU: {why}"
+    elif reason:
+        yield f"torch does not see the GPU: {reason}"
     elif any(dev.glob("nvidia[0-9]*")):
         yield "CUDA_VISIBLE_DEVICES hides the GPU: unset it to train there"
     free = shutil.disk_usage(".").free
     if free < _LEAST_DISK:
         yield f"only {free / 1e9:.1f} GB are free here: give train.py a run_dir on a larger disk"
-    load = os.getloadavg()[0]
-    cores = os.cpu_count() or 1
-    if load > cores:
-        yield (
-            f"other work is running (load {load:.1f} on {cores} cores), so all rates are too "
-            "low: measure them again"
-        )
-    cache = cache_folder().absolute()
-    folder = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
-    if not os.access(folder, os.W_OK):
-        yield "the cache folder is not writable: set XDG_CACHE_HOME to one that is"
 
 
 def _of_gpu() -> Iterator[str]:

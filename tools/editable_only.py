@@ -1,5 +1,4 @@
-"""The build of pyproject.toml: setuptools, but for editable installs only, as commands need
-configs/ beside them."""
+"""The build of pyproject.toml: editable installs alone, because commands need configs/."""
 
 import sys
 from typing import NoReturn

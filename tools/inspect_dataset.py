@@ -1,5 +1,4 @@
-"""What scripts/inspect_dataset.py shows: the sets of a dataset, its text, and what a training step
-read."""
+"""scripts/inspect_dataset.py: shows the sets of a dataset, its text, and what a step read."""
 
 from pathlib import Path
 from random import randrange
@@ -33,8 +32,10 @@ def inspect(
         UserError: there is no such dataset, run or token, or the run was trained on another
             dataset.
     """
-    state = None if run_dir is None else open_checkpoint(run_dir, files=["state.json"]).state
-    dataset_dir = state.own_dataset() if dataset_dir is None and state else dataset_dir
+    state = None
+    if run_dir is not None:
+        state = open_checkpoint(run_dir, files=["state.json"]).state
+        dataset_dir = dataset_dir or state.own_dataset()
     if dataset_dir is None:
         raise UserError("nothing to inspect: give dataset_dir, or run_dir and step")
     manifest = read_manifest(dataset_dir)
@@ -72,9 +73,9 @@ def _batches(
     run_dir: Path, dataset_dir: Path, manifest: Manifest, state: TrainState
 ) -> TrainBatches:
     if state.dataset_fingerprint != manifest.fingerprint:
-        what = f"{dataset_dir} is not what {run_dir} was trained on"
         raise UserError(
-            f"{what}: give dataset_dir={state.dataset_dir}, or prepare that again as it was"
+            f"{dataset_dir} is not what {run_dir} was trained on: give "
+            f"dataset_dir={state.dataset_dir}, or prepare that again as it was"
         )
     stream = TokenStream(dataset_dir, manifest, "train", state.data.loss)
     batches = TrainBatches(open_rows(stream, state.seq_len), state.batch_size, state.seed)

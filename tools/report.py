@@ -1,5 +1,4 @@
-"""Compares runs: one HTML page with their curves, their results and the settings in which they
-differ.
+"""Compares runs: one HTML page with their curves, results, and the settings in which they differ.
 
 No file of a run is trusted. The page shows names and settings as text, runs no script and loads
 nothing.
@@ -31,7 +30,7 @@ from common.files import (
     refuse_foreign,
     write_atomic,
 )
-from common.settings import JsonDict, UserError, flat
+from common.settings import JsonDict, UserError, flat, printable
 from runtime.metrics import read_metrics
 from trainer.curves import RunCurves, set_limits
 
@@ -43,7 +42,7 @@ _MOST_NAMES = 10  # of runs beside a picture
 
 @dataclass(frozen=True)
 class Run:
-    """What metrics.jsonl, config.json and error.txt say of a run."""
+    """A run, as its metrics.jsonl, config.json and error.txt describe it."""
 
     name: str
     """Its folder, relative to the one that holds all runs of the report."""
@@ -56,7 +55,7 @@ class Run:
     speed: float | None
     """Median of tokens per second."""
     bits_per_byte: float | None
-    """The lowest."""
+    """The lowest of all evaluations."""
     failure: str
     """Last line of the error.txt of a sweep's job; "" if it did not fail."""
 
@@ -67,7 +66,7 @@ class Row:
 
     runs: list[Run]
     losses: list[float]
-    """Of the runs that were evaluated."""
+    """Losses of the runs that were evaluated."""
 
     @property
     def loss(self) -> float:
@@ -96,12 +95,12 @@ def write_report(folders: Items[Path], out: Path | None) -> Path:
     varying = varying_settings(runs)
     texts = [key for key in ("dataset_dir", "data.loss", "eval.batches") if key in varying]
     if texts:
-        what = f"runs differ in {' and '.join(texts)}"
-        warn(f"{what}: losses of other validation tokens cannot be compared")
+        keys = " and ".join(texts)
+        warn(f"runs differ in {keys}: losses of other validation tokens cannot be compared")
     for run in runs:
         if run.failure:
             warn(f"{run.name} failed: {run.failure}")
-    title = printable(", ".join(map(str, folders)))
+    title = _brief(", ".join(map(str, folders)))
     write_atomic(page, page_of(rows, varying, title).encode())
     say(f"written: {page}")
     return page
@@ -131,8 +130,9 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     folders: dict[Path, None] = {}
     for path in paths:
         if not path.is_dir():
-            what = "the folder of a run, of a sweep, or of many runs"
-            raise UserError(f"{path} is not a folder: give {what}")
+            raise UserError(
+                f"{path} is not a folder: give the folder of a run, of a sweep, or of many runs"
+            )
         inside = list(_runs_in(path))
         if not inside and len(paths) > 1:
             warn(f"no run in {path}: a run has a metrics.jsonl")
@@ -141,7 +141,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     runs = []
     for folder in folders:
         try:
-            runs.append(_read_run(folder, printable(os.path.relpath(folder.absolute(), above))))
+            runs.append(_read_run(folder, _brief(os.path.relpath(folder.absolute(), above))))
         except (UserError, OSError) as error:
             warn(f"skipping {folder}: {error}")
     if not runs:
@@ -165,18 +165,13 @@ def _runs_in(path: Path) -> Iterator[Path]:
 
 
 def _failure(folder: Path) -> str:
-    """Return the last line of error.txt; "" if a run continued since, or it is no job's of a
-    sweep."""
-    error = folder / "error.txt"
-    log = folder / "metrics.jsonl"
+    """Return the last line of error.txt, which a failed job of a sweep has; "" if there is none."""
     try:
-        if "=" not in folder.name or (log.exists() and log.stat().st_mtime > error.stat().st_mtime):
-            return ""
-        with open_file(error) as file:
+        with open_file(folder / "error.txt") as file:
             text = file.read(2**16).decode(errors="replace")
     except (UserError, OSError):
         return ""
-    return printable(text.strip().rpartition("\n")[2])
+    return _brief(text.strip().rpartition("\n")[2])
 
 
 def _read_run(folder: Path, name: str) -> Run:
@@ -229,8 +224,8 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
         groups.setdefault(json.dumps([alone, alike], sort_keys=True), []).append(run)
     rows = []
     for group in groups.values():
-        curves = [run.curves.val for run in group]
-        rows.append(Row(group, [min(loss for _, loss in curve) for curve in curves if curve]))
+        curves = [run.curves.val for run in group if run.curves.val]
+        rows.append(Row(group, [min(loss for _, loss in curve) for curve in curves]))
     return sorted(rows, key=lambda row: (row.loss, row.runs[0].name))
 
 
@@ -249,7 +244,7 @@ def page_of(rows: Sequence[Row], keys: Sequence[str], title: str) -> str:
     """Return the report as one HTML file. keys: the settings that the table shows."""
     picture = drawn("the report's picture", lambda: _draw(rows))
     lines, columns = _lines(rows, keys)
-    head = "".join(f"<th>{html.escape(printable(name))}</th>" for name in columns)
+    head = "".join(f"<th>{html.escape(_brief(name))}</th>" for name in columns)
     body = ""
     for line in lines:
         cells = "".join(f"<td>{html.escape(line[name])}</td>" for name in columns)
@@ -294,10 +289,6 @@ def _lines(rows: Sequence[Row], keys: Sequence[str]) -> tuple[list[dict[str, str
     return lines, [name for name in lines[0] if any(line[name] for line in lines)]
 
 
-def _of(run: Run) -> str:
-    return " on answers" if run.settings.get("data.loss") == "answers" else ""
-
-
 def _cells(row: Row, keys: Sequence[str]) -> dict[str, str]:
     """Return a row of the table by the titles of its columns; "" where nothing is known."""
     runs = row.runs
@@ -305,19 +296,18 @@ def _cells(row: Row, keys: Sequence[str]) -> dict[str, str]:
     training = [run.curves.loss.smoothed(0.02)[-1] for run in runs if run.curves.loss.bins]
     speeds = [run.speed for run in runs if run.speed is not None]
     bits = [run.bits_per_byte for run in runs if run.bits_per_byte is not None]
+    on_answers = " on answers" if runs[0].settings.get("data.loss") == "answers" else ""
     cells = {}
     for key in keys:
-        values = dict.fromkeys(brief(run.settings.get(key)) for run in runs)
+        values = dict.fromkeys(_brief(run.settings.get(key)) for run in runs)
         cells[key] = ", ".join(values)
     return cells | {
-        "lowest validation loss (nats per token)": f"{row.loss:.4f}{_of(runs[0])}"
-        if losses
-        else "",
+        "lowest validation loss (nats per token)": f"{row.loss:.4f}{on_answers}" if losses else "",
         "range of seeds": f"{min(losses):.4f} to {max(losses):.4f}" if len(losses) > 1 else "",
         "bits per byte": f"{fmean(bits):.4f}" if bits else "",
         "training loss": f"{fmean(training):.4f}" if training else "",
         "step": f"{min(run.step for run in runs):,}",
-        "of steps": brief(runs[0].settings.get("max_steps", "")),
+        "of steps": _brief(runs[0].settings.get("max_steps", "")),
         "tokens per second": f"{fmean(speeds):,.0f}" if speeds else "",
         "parameters": "" if runs[0].n_params is None else f"{runs[0].n_params:,.0f}",
         "failed": runs[0].failure,
@@ -326,19 +316,23 @@ def _cells(row: Row, keys: Sequence[str]) -> dict[str, str]:
 
 
 def _draw(rows: Sequence[Row]) -> bytes:
-    """Draw validation and training loss over tokens, the best row on top, as a PNG."""
+    """Draw validation and training losses over tokens as a PNG. The best row is on top."""
     figure = Figure(figsize=(12, 5))
     left, right = figure.subplots(1, 2)
     evaluated: list[tuple[int, float]] = []
     trained: list[tuple[int, float]] = []
     for number, row in reversed([*enumerate(rows)]):
         for run in row.runs:
-            label = run.name if number < _MOST_NAMES and run is row.runs[0] else None
+            label = None
+            if number < _MOST_NAMES and run is row.runs[0]:
+                label = f" {run.name}"  # an underscore at its beginning would hide it
             losses = run.curves.loss
             tokens = [bin.place for bin in losses.bins]
-            evaluated += _plot(left, run.curves.val, f"C{number}", label)
             means = [*zip(tokens, losses.smoothed(0.02), strict=True)]
-            trained += _plot(right, means, f"C{number}", label)
+            _plot(left, run.curves.val, f"C{number}", label)
+            _plot(right, means, f"C{number}", label)
+            evaluated += run.curves.val
+            trained += means
     for axes, points in ((left, evaluated), (right, trained)):
         set_limits(axes, points)
         axes.set_xlabel("tokens")
@@ -349,29 +343,16 @@ def _draw(rows: Sequence[Row]) -> bytes:
     return png(figure)
 
 
-def _plot(
-    axes: Axes, points: Sequence[tuple[int, float]], colour: str, label: str | None
-) -> Sequence[tuple[int, float]]:
-    """Draw a curve, and return its points."""
+def _plot(axes: Axes, points: Sequence[tuple[int, float]], colour: str, label: str | None) -> None:
     tokens = [place for place, _ in points]
     losses = [loss for _, loss in points]
     marker = "o" if len(points) <= 20 else ""
-    label = label and f" {label}"  # an underscore at its beginning would hide it
     axes.plot(tokens, losses, color=colour, marker=marker, label=label)
-    return points
 
 
-def brief(value: Any) -> str:
-    """Return a setting as a short text."""
+def _brief(value: Any) -> str:
+    """Return a name or a setting as a short text of one line, whatever it contains."""
     if isinstance(value, float):
         return f"{value:g}"
-    return printable(value if isinstance(value, str) else json.dumps(value))
-
-
-def printable(value: str) -> str:
-    """Return a text of one line that can be encoded, whatever the file or its name contains."""
-    escaped = (
-        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode()
-        for c in value
-    )
-    return "".join(escaped)[:300]
+    text = value if isinstance(value, str) else json.dumps(value)
+    return printable(text)[:300]

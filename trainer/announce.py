@@ -164,8 +164,6 @@ def _saved(config: TrainConfig) -> str:
 class TrainingProgress(Track):
     """Counts steps, and follows the lines of metrics.jsonl."""
 
-    lines_beside_bar = True
-
     def __init__(self, last: int, step: int) -> None:
         """Begin after `step`; `last` is the step after which this run stops."""
         super().__init__("training: step", last, step)

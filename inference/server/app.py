@@ -9,9 +9,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from common.settings import JsonDict, Settings, UserError
+from common.settings import JsonDict, UserError
 from data.chat import ChatTokenizer
-from inference.server.completions import Served, check_model, complete, refused
+from inference.server.completions import Served, check_model, complete
 from inference.server.protocol import ChatRequest, CompletionRequest
 from inference.server.responses import ApiError
 
@@ -28,19 +28,19 @@ _PATHS = (
 
 
 def create_app(served: Served) -> FastAPI:
-    """The application; the caller starts and stops its worker."""
-    app = FastAPI(title=f"log-gpt: {served.name}", docs_url=None, redoc_url=None)
+    """Return the application; the caller starts and stops its worker."""
+    app = FastAPI(openapi_url=None)
     app.add_middleware(guarded, hosts=served.hosts)
 
     @app.exception_handler(ApiError)
     @app.exception_handler(UserError)
     async def _refused(_: Request, error: Exception) -> Response:
-        return response(error if isinstance(error, ApiError) else refused(str(error)))
+        return response(error if isinstance(error, ApiError) else ApiError(400, str(error)))
 
     @app.exception_handler(HTTPException)
     async def _no_route(request: Request, error: HTTPException) -> Response:
-        what = f"{request.method} {request.url.path}: {error.detail}: {_PATHS}"
-        return response(ApiError(error.status_code, what))
+        message = f"{request.method} {request.url.path}: {error.detail}: {_PATHS}"
+        return response(ApiError(error.status_code, message))
 
     @app.exception_handler(Exception)
     async def _failed(_: Request, error: Exception) -> Response:
@@ -50,9 +50,9 @@ def create_app(served: Served) -> FastAPI:
     async def _gone(_: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)  # nobody reads it
 
-    @app.get("/", include_in_schema=False)
-    @app.get("/page.js", include_in_schema=False)
-    @app.get("/page.css", include_in_schema=False)
+    @app.get("/")
+    @app.get("/page.js")
+    @app.get("/page.css")
     async def page(request: Request) -> Response:
         return FileResponse(PAGE / (request.url.path[1:] or "page.html"), headers=_SAFE)
 
@@ -70,15 +70,11 @@ def create_app(served: Served) -> FastAPI:
         check_model(name, served)
         return _model(served)
 
-    def extra(kind: type[Settings]) -> JsonDict:
-        schema = {"application/json": {"schema": kind.model_json_schema()}}
-        return {"requestBody": {"required": True, "content": schema}}
-
-    @app.post("/v1/completions", openapi_extra=extra(CompletionRequest))
+    @app.post("/v1/completions")
     async def completions(http: Request) -> Response:
         return await complete(http, served, CompletionRequest)
 
-    @app.post("/v1/chat/completions", openapi_extra=extra(ChatRequest))
+    @app.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
         return await complete(http, served, ChatRequest)
 
@@ -86,41 +82,30 @@ def create_app(served: Served) -> FastAPI:
 
 
 def response(error: ApiError) -> Response:
-    """An error as a whole response."""
+    """Return an error as a whole response."""
     headers = {"Retry-After": "1"} if error.status in (429, 503) else None
     return JSONResponse(error.body, error.status, headers)
 
 
 def guarded(app: ASGIApp, hosts: frozenset[str] | None) -> ASGIApp:
-    """Refuse requests by names other than `hosts` (None: any), and answer HEAD like GET."""
+    """Refuse requests by names other than `hosts`; None: any.
+
+    Another site's page in a browser may reach this server through a host name of that site, which
+    resolves to this machine.
+    """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = None
         if hosts and scope["type"] == "http":
-            refusal = _refusal(Request(scope), hosts)
-        if scope.get("method") == "HEAD":  # uvicorn leaves out the body
-            scope = {**scope, "method": "GET"}
-        await (response(refusal) if refusal else app)(scope, receive, send)
+            host = Request(scope).headers.get("host", "")
+            match = re.fullmatch(r"\[?([^][]*?)\]?(:\d*)?", host)  # an IPv6 address has brackets
+            if match is None or match[1].lower() not in hosts:
+                names = " or ".join(sorted(hosts))
+                refusal = ApiError(403, f"Host {host!r} is not this server's name: use {names}")
+                await response(refusal)(scope, receive, send)
+                return
+        await app(scope, receive, send)
 
     return answer
-
-
-def _refusal(request: Request, hosts: frozenset[str]) -> ApiError | None:
-    """The error for a browser's request from another site's page.
-
-    Such a page may reach this server through a host name of its own that resolves to this machine.
-    """
-    host = request.headers.get("host", "")
-    match = re.fullmatch(r"\[?([^][]*?)\]?(:\d*)?", host)  # the brackets of an IPv6 address
-    if match is None or match[1].lower() not in hosts:
-        names = " or ".join(sorted(hosts))
-        return ApiError(403, f"Host {host!r} is not this server's name: use {names}", "wrong_host")
-    origin = request.headers.get("origin")
-    if origin not in (None, f"http://{host}"):
-        return ApiError(
-            403, f"Origin {origin!r} is another site, which may not use this server", "wrong_origin"
-        )
-    return None
 
 
 def _model(served: Served) -> JsonDict:

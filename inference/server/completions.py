@@ -19,7 +19,7 @@ from common.settings import JsonDict, UserError, decode, nearest
 from data.chat import ChatTokenizer
 from data.tokenizer import Tokenizer
 from inference.generation import Generation, Update
-from inference.server.protocol import KEYS, ChatRequest, CompletionRequest, ServeConfig, requests_of
+from inference.server.protocol import ChatRequest, CompletionRequest, ServeConfig, requests_of
 from inference.server.responses import ApiError, ChatResponse, CompletionResponse
 from inference.server.worker import Worker
 
@@ -42,7 +42,7 @@ class Served(NamedTuple):
 
 
 async def complete(http: Request, served: Served, kind: type[AnyRequest]) -> Response:
-    """Answer a request for completions, or for the answer of a chat, whole or as a stream."""
+    """Answer a request for completions or for the answer of a chat, whole or as a stream."""
     request = await read_request(http, kind)
     if request.model is not None:
         check_model(request.model, served)
@@ -67,7 +67,7 @@ def _generations(request: AnyRequest, served: Served) -> list[Generation]:
     key = "prompt"
     if isinstance(request, ChatRequest):
         if not isinstance(tokenizer, ChatTokenizer):
-            raise refused(
+            raise UserError(
                 "messages are for chat models, which this is not: /v1/completions continues a "
                 "prompt, and train.py experiment=chat makes a model that answers"
             )
@@ -78,15 +78,16 @@ def _generations(request: AnyRequest, served: Served) -> list[Generation]:
     n_texts = len(request.prompt) * request.n
     max_texts = served.worker.max_texts
     if n_texts > max_texts:
-        raise refused(
+        raise UserError(
             f"n={request.n} for each of {count(len(request.prompt), 'prompt')} are {n_texts} "
             f"texts: this server takes at most {max_texts} at once"
         )
     requests = requests_of(request, tokenizer, served.limits, key)
     try:
-        engine.check(max(requests, key=lambda text: text.n_read))
+        for text in requests:
+            engine.check(text)
     except UserError as error:
-        raise ApiError(400, str(error), "context_length_exceeded", key) from None
+        raise ApiError(400, str(error), "context_length_exceeded") from None
     return [Generation(text, tokenizer) for text in requests]
 
 
@@ -94,7 +95,8 @@ async def read_request(http: Request, kind: type[AnyRequest]) -> AnyRequest:
     """Read and decode a request's body.
 
     Raises:
-        ApiError: the body is too large, or not a valid request.
+        ApiError: the body is too large, or not JSON by its type.
+        UserError: it is not a valid request.
         ClientDisconnect: the client closed the connection before sending all of it.
     """
     content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -118,21 +120,10 @@ def _decoded(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
     try:
         return decode(kind, parse_json(body), json.dumps)
     except ValueError as error:
-        what = "" if isinstance(error, UserError) else "the body is not JSON: "
+        problem = "" if isinstance(error, UserError) else "the body is not JSON: "
         message = str(error).replace("config ", "", 1).replace("a valid list", "an array")
         message = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", message)
-        raise refused(what + message) from None
-
-
-def refused(message: str) -> ApiError:
-    """The error for a wrong request, with the key that the message begins with."""
-    match = re.match(r"(?:(?:unknown )?key ')?(\w+)", message)
-    param = None
-    if match is not None:
-        names_a_key = match[1] != match[0]
-        if names_a_key or match[1] in KEYS:
-            param = match[1]
-    return ApiError(400, message, param=param)
+        raise UserError(problem + message) from None
 
 
 async def updates_of(generations: Sequence[Generation], served: Served, http: Request) -> Updates:
@@ -169,7 +160,8 @@ async def updates_of(generations: Sequence[Generation], served: Served, http: Re
             index, update = await arrived.get()
             if isinstance(update, Exception):
                 raise update
-            unfinished -= update.finish_reason is not None
+            if update.finish_reason is not None:
+                unfinished -= 1
             yield index, update
     except (ApiError, ClientDisconnect):
         raise
@@ -187,19 +179,12 @@ async def updates_of(generations: Sequence[Generation], served: Served, http: Re
 async def stream(
     first: tuple[int, Update], updates: Updates, response: CompletionResponse, include_usage: bool
 ) -> AsyncIterator[str]:
-    """The response as server-sent events. Progress is a comment.
-
-    `include_usage`: the token counts come last.
-    """
+    """Yield the response as server-sent events. `include_usage`: the token counts come last."""
     item: tuple[int, Update] | None = first
     try:
         while item:
             index, update = item
-            if update.n_read:
-                n_prompt = len(response.generations[index].request.ids)
-                yield f": {update.n_read} of {n_prompt} prompt tokens read\n\n"
-            else:
-                yield _event(response.chunk(index, update))
+            yield _event(response.chunk(index, update))
             item = await anext(updates, None)
         if include_usage:
             yield _event(response.usage())
@@ -218,4 +203,4 @@ def check_model(name: str, served: Served) -> None:
     """Raise ApiError if the request asks for another model."""
     if name != served.name:
         message = f"the model {name!r} does not exist: {nearest(name, [served.name])}"
-        raise ApiError(404, message, "model_not_found", "model")
+        raise ApiError(404, message, "model_not_found")

@@ -9,17 +9,9 @@ https://platform.openai.com/docs/api-reference/chat
 import secrets
 from typing import Annotated, Any
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    WithJsonSchema,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from common.settings import JsonDict, Settings, UserError
+from common.settings import Settings, UserError
 from data.chat import ChatTokenizer, parse_message
 from data.tokenizer import Tokenizer
 from inference.load import ModelConfig
@@ -29,24 +21,24 @@ from inference.sampling import SamplingConfig
 # Every new token's text is compared with all beginnings of these.
 _MOST_STOPS = 16
 _LONGEST_STOP = 256
-_NOT_OFFERED = {
-    "presence_penalty": "use repetition_penalty",
-    "frequency_penalty": "use repetition_penalty",
-    "logit_bias": "leave it out",
-    "suffix": "leave it out",
-    "tools": "leave it out",
-    "tool_choice": "leave it out",
-    "response_format": "leave it out",
-}
+_NOT_OFFERED = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "suffix",
+    "tools",
+    "tool_choice",
+    "response_format",
+)
 _IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls")
 # These are what happens anyway.
 _USUAL: dict[str, list[Any]] = {
     "response_format": [{"type": "text"}],
     "tool_choice": ["none", "auto"],
+    "repetition_penalty": [1],
 }
 _Message = Annotated[tuple[str, str], BeforeValidator(parse_message)]
-_MESSAGES = TypeAdapter(list[JsonDict]).json_schema()
-_PROMPT = TypeAdapter(str | list[str] | list[int] | list[list[int]]).json_schema()
 
 
 class ServeConfig(ModelConfig, defaults="serve"):
@@ -80,7 +72,7 @@ class StreamOptions(Settings):
 
 
 class _Shared(SamplingConfig):
-    """What both kinds of requests have. A key that is null has its default."""
+    """The keys that both kinds of requests have. A key that is null has its default."""
 
     model_config = ConfigDict(strict=True)
 
@@ -105,9 +97,9 @@ class _Shared(SamplingConfig):
         for key, value in raw.items():
             if value is not None and key not in _IGNORED and value not in _USUAL.get(key, []):
                 body[key] = value
-        for key, instead in _NOT_OFFERED.items():
+        for key in _NOT_OFFERED:
             if body.pop(key, None):  # 0, "" and {} have no effect
-                raise ValueError(f"{key} is not supported: {instead}")
+                raise ValueError(f"{key} is not supported: leave it out")
         n = body.get("n", 1)
         if body.pop("best_of", n) != n:
             raise ValueError("best_of is not supported: use n only")
@@ -125,7 +117,7 @@ class _Shared(SamplingConfig):
 class CompletionRequest(_Shared):
     """A request to continue prompts."""
 
-    prompt: Annotated[list[str] | list[list[int]], WithJsonSchema(_PROMPT)] = Field([""])
+    prompt: list[str] | list[list[int]] = Field([""])
     """A text to continue, or its token ids, or a list of either; empty: from the beginning."""
     max_tokens: int = Field(16, ge=0)
     """Longest continuation; a text may end before. 0 with echo: only the prompt."""
@@ -150,7 +142,7 @@ class CompletionRequest(_Shared):
 class ChatRequest(_Shared):
     """A request for the next answer of a conversation."""
 
-    messages: Annotated[list[_Message], Field(min_length=1), WithJsonSchema(_MESSAGES)]
+    messages: list[_Message] = Field(min_length=1)
     """The conversation so far: [{"role": "user", "content": "Hello"}]."""
     max_tokens: int | None = Field(None, ge=1)
     """Longest answer; null: as the server and the model allow."""
@@ -180,10 +172,6 @@ class ChatRequest(_Shared):
         )
 
 
-KEYS = {*CompletionRequest.model_fields, *ChatRequest.model_fields, *_NOT_OFFERED, "best_of"}
-"""Keys that a message about a wrong request can begin with."""
-
-
 def _are_ids(prompt: Any) -> bool:
     if not isinstance(prompt, list) or not prompt:
         return False
@@ -193,9 +181,9 @@ def _are_ids(prompt: Any) -> bool:
 def requests_of(
     request: CompletionRequest, tokenizer: Tokenizer, limits: ServeConfig, key: str
 ) -> list[Request]:
-    """What the engine is asked for: n texts for the first prompt, n for the second, ...
+    """Return the texts for the engine to continue: n for the first prompt, n for the second, ...
 
-    `key`: what the prompts were given as.
+    `key`: the key of the request that has the prompts.
 
     Raises:
         UserError: a text is too long, or has invalid token ids.

@@ -13,14 +13,10 @@ from inference.generation import Generation, Token, Update
 class ApiError(Exception):
     """An error response."""
 
-    def __init__(
-        self, status: int, message: str, code: str | None = None, param: str | None = None
-    ) -> None:
-        """`param`: the key of the request that is wrong."""
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
-        self.param = param
 
     @property
     def body(self) -> JsonDict:
@@ -30,12 +26,12 @@ class ApiError(Exception):
             kind = "rate_limit_error"
         elif self.status >= 500:
             kind = "server_error"
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        error = {"message": str(self), "type": kind, "param": None, "code": self.code}
         return {"error": error}
 
 
 class CompletionResponse:
-    """The response to one request for completions, as one object or in chunks of a stream."""
+    """The response to a request for completions, as one object or in chunks of a stream."""
 
     _object = "text_completion"
     _object_of_chunk = "text_completion"
@@ -58,18 +54,18 @@ class CompletionResponse:
         self._begun: set[int] = set()  # choices of a chat that have a chunk
 
     def whole(self) -> JsonDict:
-        """The response with all choices, once their generations have ended."""
+        """Return the response with all choices, once their generations have ended."""
         choices = [
             self._choice(index, generation) for index, generation in enumerate(self.generations)
         ]
         return self._head | {"choices": choices, "usage": self._usage()}
 
     def chunk(self, index: int, update: Update) -> JsonDict:
-        """What is new in a choice."""
+        """Return what is new in a choice."""
         return self._head | {"choices": [self._choice(index, update)]}
 
     def usage(self) -> JsonDict:
-        """The token counts alone, when all generations have ended."""
+        """Return the token counts alone, when all generations have ended."""
         return self._head | {"object": self._object_of_chunk, "choices": [], "usage": self._usage()}
 
     def _usage(self) -> JsonDict:
@@ -77,7 +73,8 @@ class CompletionResponse:
 
         A prompt counts once for any n, without the <|endoftext|> put before it.
         """
-        n_prompt = n_cached = 0
+        n_prompt = 0
+        n_cached = 0
         for text in self.generations[:: self._n]:
             n_prompt += len(text.request.ids) - text.request.prompt_start
             n_cached += max(text.n_cached - text.request.prompt_start, 0)
@@ -115,7 +112,7 @@ class CompletionResponse:
         }
 
     def _name(self, token_id: int) -> str:
-        """A token as text; incomplete characters are written as OpenAI does, bytes:\\xe6\\x97."""
+        """Return a token as text. OpenAI writes incomplete characters as bytes:\\xe6\\x97."""
         if token_id == self._tokenizer.eot_id:
             return END_OF_TEXT
         raw = self._tokenizer.tokens[token_id]
@@ -126,14 +123,14 @@ class CompletionResponse:
 
 
 class ChatResponse(CompletionResponse):
-    """The response to one request for the answer of a chat."""
+    """The response to a request for the answer of a chat."""
 
     _object = "chat.completion"
     _object_of_chunk = "chat.completion.chunk"
     _prefix = "chatcmpl"
 
     def chunk(self, index: int, update: Update) -> JsonDict:
-        """What is new in a choice; only its first chunk has the role."""
+        """Return what is new in a choice; only its first chunk has the role."""
         choice = self._choice(index, update)
         delta = choice.pop("message")
         if index in self._begun:

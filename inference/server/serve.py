@@ -33,7 +33,6 @@ def serve(config: ServeConfig) -> None:
         tokenizer.n_vocab,
         config.max_streams,
         interleave=True,
-        end_ids=tokenizer.end_ids,
         cache=PromptCache(config.cache_states, config.cache_bytes),
     )
     worker = Worker(engine, config.max_queue)

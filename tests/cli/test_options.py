@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [
-        ("sample", "checkpoint=x prompt=a prompt_file=b", "give one"),
+        ("sample", "checkpoint=x prompt=a prompts_file=b", "give one"),
         ("train", "lr=1e-3", "Could not override 'lr': did you mean 'optim.max_lr'?"),
         ("train", "attention=softmax", "Could not override 'attention': did you mean 'model/attention'?"),
         ("train", "schedule.decay=0.1", "Could not override 'schedule.decay': it is a key of schedule=wsd"),

@@ -5,7 +5,6 @@ import json
 import math
 import random
 
-import numpy as np
 import pytest
 import torch
 
@@ -100,15 +99,6 @@ def assert_positions(bins, found):
     assert sum(part["tokens"] for part in bins) == len(found)
 
 
-def assert_errors(bins, windows):
-    """Of bins in which all windows have as many tokens, the error is that of the mean of the windows' means."""
-    for part in bins:
-        nats = [[n for at, n in window if part["start"] <= at < part["stop"]] for window in windows]
-        if len(set(map(len, nats))) == 1:
-            error = len(nats) > 1 and np.std(np.mean(nats, 1), ddof=1) / len(nats) ** 0.5
-            assert part["error"] == (pytest.approx(error, rel=1e-6) if error else None)
-
-
 def test_sets_and_positions_have_the_losses_of_their_tokens(trained, sets_dir, capsys):
     run_dir = trained()
     result = evaluated(run_dir, micro_batch=5)
@@ -173,9 +163,6 @@ def test_long_contexts_are_those_of_one_call(trained, sets_dir, monkeypatch, att
         assert row["tokens"] == len(found) == longest
         assert row["loss"] == pytest.approx(sum(nats for _, nats in found) / longest, rel=1e-10)
         assert_positions(row["by_position"], found)
-        windows = [found[first : first + row["context"]] for first in range(0, longest, row["context"])]
-        whole = {"start": 0, "stop": longest, "error": row["error"]}
-        assert_errors([*row["by_position"], whole], windows)
 
 
 @pytest.mark.parametrize("size", [2, 50])
@@ -247,17 +234,18 @@ def test_results_are_kept_by_checkpoint_and_settings(trained):
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def test_the_picture_shows_errors_and_plain_numbers(trained, monkeypatch):
+def test_the_picture_shows_losses_and_plain_numbers(trained, monkeypatch):
     drawn = []
     monkeypatch.setattr("inference.eval_report.png", lambda figure: drawn.append(figure) or png(figure))
     result = evaluated(trained(), contexts=[20, 300])
     draw_evaluation(result, SEQ_LEN)
     axes = drawn[0].axes[0]
     assert {"16", "64", "256"} <= {label.get_text() for label in axes.get_xticklabels()}
-    # The first bands, of windows and of contexts of 16 tokens, are empty.
-    bands = [band.get_datalim(axes.transData) for band in axes.collections[2:4]]
-    rows = [[row for row in context["by_position"] if row["stop"] > 16] for context in result["contexts"][1:]]
-    assert [band.y1 for band in bands] == pytest.approx([max(r["loss"] + r["error"] for r in each) for each in rows])
+    lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    for row in result["contexts"]:
+        losses = [bin["loss"] for bin in row["by_position"] if bin["stop"] > 16]
+        assert lines[f"contexts of {row['context']:,} tokens"] == losses
+    assert lines["mean over a context"] == [row["loss"] for row in result["contexts"]]
     draw_evaluation(result | {"contexts": [], "loss_of": "answers"}, SEQ_LEN)
     assert drawn[1].get_suptitle().startswith("loss on answers ")
     assert "mean over a context" not in {text.get_text() for text in drawn[1].axes[0].get_legend().get_texts()}

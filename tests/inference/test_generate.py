@@ -32,46 +32,20 @@ def exact(logits, sampling, looser=1):
     return [float(w / sum(weights)) for w in weights] + [0.0] * (len(logits) - len(weights))
 
 
-def penalized(logits, seen, sampling):
-    """Logits after the repetition penalty, exact."""
-    penalty = Decimal(sampling.repetition_penalty)
-    return [
-        (x / penalty if x > 0 else x * penalty) if was else x
-        for x, was in zip(map(Decimal, logits.tolist()), seen, strict=True)
-    ]
-
-
 SAMPLINGS = [
-    SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty)
-    for temperature, top_k, top_p, min_p, penalty in itertools.product(
-        [0.3, 1.0, 2.5], [None, 1, 5, 40, 1000], [None, 0.01, 0.5, 0.93, 1.0], [None, 0, 0.03, 1], [1.0, 1.3, 0.7]
+    SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    for temperature, top_k, top_p, min_p in itertools.product(
+        [0.3, 1.0, 2.5], [None, 1, 5, 40, 1000], [None, 0.01, 0.5, 0.93, 1.0], [None, 0, 0.03, 1]
     )
 ]
 
 
-def probabilities_of(logits, sampling, seen=None):
-    """The probabilities of every row (B, V), float64; `sampling` one for all, or one for each."""
-    samplings = [sampling] * len(logits) if isinstance(sampling, SamplingConfig) else sampling
-    seen = torch.zeros(logits.shape, dtype=torch.bool) if seen is None else seen
-    found = torch.zeros(logits.shape, dtype=torch.float64)
-    for row, one in enumerate(samplings):
-        (ids,), (weights,) = weigh(logits[row : row + 1], seen[row : row + 1], one)
-        found[row, ids] = weights / weights.sum().double()
-    return found
-
-
-def rows_of(n, V=40):
-    """Logits (n, V), with no two alike in a row, and what was seen, bool (n, V)."""
-    generator = torch.Generator().manual_seed(0)
-    return 3 * torch.randn(n, V, generator=generator), torch.rand(n, V, generator=generator) < 0.3
-
-
-def test_what_was_read_is_seen_but_not_what_ends_a_text():
-    texts, _ = read(make_gpt(), torch.tensor([[49, 3, 4, 3], [49, 7, 49, 8]]), 50)
-    texts, _ = read(make_gpt(), torch.tensor([[5], [9]]), 50, texts)
-    assert [row.nonzero()[:, 0].tolist() for row in texts.seen] == [[3, 4, 5], [7, 8, 9]]
-    texts, _ = read(make_gpt(), torch.tensor([[49, 3, 48, 4]]), 50, end_ids=[48, 49])
-    assert texts.seen.nonzero()[:, 1].tolist() == [3, 4]
+def probabilities_of(logits, sampling):
+    """The probabilities (V,) of a row of logits (V,), float64."""
+    (ids,), (weights,) = weigh(logits.unsqueeze(0), sampling)
+    probabilities = torch.zeros(logits.shape, dtype=torch.float64)
+    probabilities[ids] = weights / weights.sum().double()
+    return probabilities
 
 
 # Of float32 the numbers that arithmetic goes wrong with: zeros, the least, the largest, and values that are met twice.
@@ -87,31 +61,28 @@ def extremes(low, high, *, usual):
 
 @st.composite
 def rows_to_sample(draw_from):
-    """Logits of a row, which of its tokens were seen, and any settings that are accepted."""
+    """Logits of a row, and any settings that are accepted."""
     logits = draw_from(st.lists(draw_from(st.sampled_from([LOGITS, ORDINARY])), min_size=1, max_size=8))
-    seen = draw_from(st.lists(st.booleans(), min_size=len(logits), max_size=len(logits)))
     least, largest = 5e-324, 1.7976931348623157e308  # of Python's numbers
     raw = {
         "temperature": draw_from(extremes(0.0, largest, usual=(0.1, 3)) | extremes(least, 1e-30, usual=(least, 1e-40))),
-        "repetition_penalty": draw_from(extremes(0.001, 1000.0, usual=(0.5, 2))),
         "top_k": draw_from(st.none() | st.integers(1, 9) | st.integers(1, 2**63 - 1)),
         "top_p": draw_from(st.none() | extremes(least, 1.0, usual=(0.1, 1))),
         "min_p": draw_from(st.none() | extremes(0.0, 1.0, usual=(0.001, 0.5))),
     }
-    return logits, seen, raw
+    return logits, raw
 
 
 @settings(max_examples=200, deadline=None)
 @given(rows_to_sample())
 def test_no_setting_that_is_accepted_gives_anything_but_its_definition(row):
-    logits, seen, raw = row
+    logits, raw = row
     sampling = decode(SamplingConfig, raw)
-    found = probabilities_of(torch.tensor([logits]), sampling, torch.tensor([seen]))
-    exactly = penalized(torch.tensor(logits), seen, sampling)
-    probabilities = found[0].tolist()
+    probabilities = probabilities_of(torch.tensor(logits), sampling).tolist()
+    exactly = [*map(Decimal, torch.tensor(logits).tolist())]
     assert all(0 <= p <= 1 for p in probabilities)  # not so of NaN
     assert sum(probabilities) == pytest.approx(1, abs=1e-6)
-    assert probabilities[draw(torch.tensor([logits]), torch.tensor([seen]), [sampling], [None])[0]] > 0
+    assert probabilities[draw(torch.tensor([logits]), [sampling], [None])[0]] > 0
     largest = max(map(abs, exactly))
     # float64 rounds logits, and after their division by the temperature it has nothing between 0 and 5e-324
     rounding = largest / 2**50 + Decimal("5e-324") * Decimal(sampling.temperature)
@@ -130,34 +101,34 @@ def test_no_setting_that_is_accepted_gives_anything_but_its_definition(row):
 @given(rows_to_sample())
 @settings(max_examples=20, deadline=None)
 def test_no_setting_hides_that_the_logits_are_not_finite(bad, row):
-    logits, seen, raw = row
+    logits, raw = row
     rows = torch.tensor([[*logits, 0.0], [*logits, bad]], dtype=torch.float64)
     settings = [decode(SamplingConfig, raw)] * 2
-    good, refused = draw(rows, torch.tensor([[*seen, True]] * 2), settings, [None, None])
+    good, refused = draw(rows, settings, [None, None])
     assert 0 <= good < len(rows[0])
     assert refused == -1
 
 
 def test_top_k_keeps_exactly_k_of_equals():
-    assert (probabilities_of(torch.zeros(1, 10), SamplingConfig(top_k=3)) > 0).sum() == 3
+    assert (probabilities_of(torch.zeros(10), SamplingConfig(top_k=3)) > 0).sum() == 3
 
 
 def test_a_nucleus_takes_the_first_of_equals():
-    logits = torch.tensor([[1.0, 2.0, 1.0, 1.0, 1.0]])
+    logits = torch.tensor([1.0, 2.0, 1.0, 1.0, 1.0])
     kept = probabilities_of(logits, SamplingConfig(top_p=0.7)) > 0  # 0.40 of the second token, 0.15 of each other
-    assert kept.tolist() == [[True, True, True, False, False]]
+    assert kept.tolist() == [True, True, True, False, False]
 
 
 def test_a_token_depends_on_its_own_row_alone():
     """Rows of many settings, some with many equal logits, drawn together, in another order, and one by one."""
-    samplings = [*SAMPLINGS[::11], SamplingConfig(temperature=0)] * 2
-    logits, seen = rows_of(len(samplings), V=300)
+    samplings = [*SAMPLINGS[::4], SamplingConfig(temperature=0)] * 2
+    logits = 3 * torch.randn(len(samplings), 300, generator=torch.Generator().manual_seed(0))
     logits[::3] = logits[::3].round()
     logits[::7] = 1.0
 
     def drawn(rows):
         generators = [torch.Generator().manual_seed(row) for row in rows]
-        return draw(logits[rows], seen[rows], [samplings[row] for row in rows], generators)
+        return draw(logits[rows], [samplings[row] for row in rows], generators)
 
     rows = list(range(len(samplings)))
     together = drawn(rows)
@@ -183,7 +154,7 @@ def test_tokens_come_as_often_as_their_probabilities():
     shared = torch.Generator().manual_seed(0)
     texts, _ = read(gpt, torch.zeros(1, 1, dtype=torch.long), 50)
     rows = [0] * n
-    tokens = draw(texts.logits[rows], texts.seen[rows], [SamplingConfig()] * n, [shared] * n)
+    tokens = draw(texts.logits[rows], [SamplingConfig()] * n, [shared] * n)
     counts = torch.bincount(torch.tensor(tokens), minlength=50)
     chi2 = ((counts - n * expected) ** 2 / (n * expected)).sum().item()
     assert chi2 < 49 + 6 * (2 * 49) ** 0.5  # mean and six deviations of chi-squared with 49 degrees of freedom

@@ -44,7 +44,7 @@ def test_its_bytes_are_bounded():
 
 
 def written(engine, ids, n=3, **request):
-    text = Recorded(Request(ids, n, SamplingConfig(repetition_penalty=1.2), 1, **request), BYTES)
+    text = Recorded(Request(ids, n, SamplingConfig(), 1, **request), BYTES)
     engine.submit([text])
     while not text.finished:
         engine.turn()

@@ -16,11 +16,10 @@ from common.settings import UserError, decode
 from data.tokenizer import RankTokenizer
 from inference.engine import Engine, stream
 from inference.generation import Generation, TextStream
-from inference.prefill import Request
-from inference.sample import Conversation, SampleConfig, converse, run_sampling
+from inference.prefill import CHUNK, Request
+from inference.sample import Conversation, SampleConfig, run_sampling, take_turns
 from inference.sampling import SamplingConfig
 from model.gpt import GPT
-from model.state import state_bytes
 from tools.convert.new_run import begin_with
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -131,75 +130,52 @@ def test_a_continuation_says_why_it_ends(continued, ids, limits, text, n_tokens,
 # Conversations
 
 
-def conversation_of(gpt, monkeypatch, ids, stop=()):
-    draw_these(monkeypatch, ids)
-    return Conversation(gpt, BYTES, Request((EOT,), stop=tuple(stop)))
-
-
-def assert_has_read(conversation, gpt, ids):
-    """The model's next token is that after these tokens."""
-    conversation.add("")
-    with torch.no_grad():
-        expected = gpt(torch.tensor([[EOT, *ids]]))[:, -1]
-    logits = conversation.request.before.logits
-    torch.testing.assert_close(logits, expected[:, : logits.shape[1]], rtol=0, atol=1e-11)
-
-
 @pytest.mark.parametrize("attention", ["log_space", "softmax", "sliding_window"])
-def test_the_model_has_read_what_was_shown(tiny, monkeypatch, attention):
-    gpt = GPT(tiny({"model.attention": {"name": attention}}).model).double().eval()
-    talk = conversation_of(gpt, monkeypatch, [*b"cdENx", *"日".encode()[:2], *b"yEND", *b"pq", EOT], ["END"])
-    talk.add("ab")
-    assert "".join(talk.answer(7)) == "cdENx"  # and two bytes of a character, which are taken back
-    assert_has_read(talk, gpt, b"abcdENx")
-    assert "".join(talk.answer(100)) == "y"
-    talk.add("z")
-    assert_has_read(talk, gpt, b"abcdENxyz")
-    assert "".join(talk.answer(100)) == "pq"
-    assert talk.ended
-    assert_has_read(talk, gpt, [*b"abcdENxyzpq", EOT])
-    assert talk.text == "abcdENxyzpq"
+def test_the_model_reads_what_was_shown_and_every_answer_is_closed(tiny, monkeypatch, attention):
+    """However it ended: by its end, a user's marker, the end of a text, a stop string, its limit, or at once."""
+    gpt = GPT(tiny({"model.attention": {"name": attention}, "model.n_vocab": CHAT.n_vocab}).model).double().eval()
+    ids = [*b"cd", CHAT.role_ids["user"], *b"e", EOT, *b"fEND", *b"gh\xe6\x97!", CHAT.end_id]
+    drawn, rows = iter(ids), []
+
+    def draw(logits, *_):
+        rows.append(logits)
+        return [next(drawn)]
+
+    monkeypatch.setattr("inference.engine.draw", draw)
+    talk, read = Conversation(gpt, CHAT, make_config(stop="END", max_new_tokens=5)), [EOT]
+    answers = ["cd", "e", "f", "gh\ufffd!", ""]
+    for answer in answers:
+        rows.clear()
+        assert "".join(talk.answer("é?")) == answer
+        read += CHAT.encode_chat([("user", "é?")], answer=True)
+        with torch.no_grad():
+            expected = gpt(torch.tensor([read]))[:, -1, : CHAT.n_vocab]
+        torch.testing.assert_close(rows[0], expected, rtol=0, atol=1e-11)
+        read += [*CHAT.encode(answer), CHAT.end_id]
+    assert talk.text == "\n".join(f"> é?\n{answer}" for answer in answers)
 
 
-def test_every_answer_is_closed_before_the_next_message(gpt, monkeypatch):
-    """However it ended: by its end, a user's marker, the end of a text, cut within a character, or at once."""
-    draw_these(monkeypatch, [*b"cd", CHAT.role_ids["user"], *b"e", EOT, *b"fgh\xe6", CHAT.end_id])
-    answers = [(9, "cd"), (9, "e"), (2, "fg"), (2, "h"), (9, "")]
-    talk, read = Conversation(gpt, CHAT, Request((EOT,))), []
-    for n, answer in answers:
-        talk.add("é?")
-        assert "".join(talk.answer(n)) == answer
-        assert not talk.ended
-        read += CHAT.encode_chat([("user", "é?"), ("assistant", answer)])
-        assert_has_read(talk, gpt, read)
-    assert talk.text == "\n".join(f"> é?\n{answer}" for _, answer in answers)
-
-
-def test_a_turn_of_a_conversation_reads_what_it_adds_and_its_state_does_not_grow(gpt, monkeypatch):
+def test_a_turn_of_a_conversation_reads_what_it_adds_and_less_than_a_chunk(gpt, monkeypatch):
     draw_these(monkeypatch, itertools.cycle([*b"cd", CHAT.end_id]))
-    lengths, sizes, forward = [], [], gpt.forward
+    lengths, forward = [], gpt.forward
     monkeypatch.setattr(gpt, "forward", lambda ids, *a, **k: (lengths.append(ids.shape[1]), forward(ids, *a, **k))[1])
-    talk = Conversation(gpt, CHAT, Request((EOT,)))
-    for _ in range(3):
+    talk = Conversation(gpt, CHAT, make_config())
+    for turn in range(4):
         lengths.clear()
-        talk.add("x" * 700)
-        assert "".join(talk.answer(9)) == "cd"
-        sizes.append(state_bytes(talk.request.before))
-    assert sum(lengths) == 3 + 702 + 2  # the last answer with its end, a message between two markers, "c" and "d"
-    assert len(set(sizes)) == 1
+        assert "".join(talk.answer("x" * 700)) == "cd"
+        prompt = 1 + 705 * turn + 702  # <|endoftext|>, messages between two markers, answers with their ends
+        read_before = max(0, prompt - 705) // CHUNK * CHUNK
+        assert sum(lengths) == prompt - read_before + 2  # "c" and "d"
 
 
 def test_a_conversation_fills_learned_positions_and_no_more(tiny, monkeypatch):
-    gpt = GPT(tiny(LEARNED).model).double().eval()
-    talk = conversation_of(gpt, monkeypatch, b"fghijklmnopqrstuvwxyz")
-    talk.add("abcde")
-    assert "".join(talk.answer(4)) == "fghi"
-    with pytest.raises(UserError, match=r"a prompt of 17 tokens .* do not fit into the model's 16 learned positions"):
-        talk.add("1234567")
-    talk.add("12")
-    assert "".join(talk.answer(100)) == "jklm"
-    assert talk.left == 0
-    assert list(talk.answer(100)) == []
+    gpt = GPT(tiny(LEARNED | {"model.n_vocab": CHAT.n_vocab}).model).double().eval()
+    draw_these(monkeypatch, b"fghijklmnopqrstuvwxyz")
+    talk = Conversation(gpt, CHAT, make_config())
+    assert "".join(talk.answer("abcde")) == "fghijklm"
+    with pytest.raises(UserError, match=r"a prompt of 20 tokens .* do not fit into the model's 16 learned positions"):
+        list(talk.answer("1"))
+    assert talk.text == "> abcde\nfghijklm"
 
 
 # The command
@@ -216,13 +192,11 @@ def text_of(command, run_dir, *args):
     return stored
 
 
-def test_a_prompt_comes_from_an_argument_a_file_or_standard_input(command, run_dir, tmp_path, monkeypatch):
-    (tmp_path / "prompt.txt").write_text(ODD_PROMPT, encoding="utf-8")
+def test_a_prompt_comes_from_an_argument_or_standard_input(command, run_dir, monkeypatch):
     given = text_of(command, run_dir, f"prompt={ODD_PROMPT}")
     assert given.startswith(ODD_PROMPT)
     assert len(given) > len(ODD_PROMPT) + 1
-    assert text_of(command, run_dir, f"prompt_file={tmp_path / 'prompt.txt'}") == given
-    monkeypatch.setattr("sys.stdin", io.StringIO(ODD_PROMPT))
+    monkeypatch.setattr("sys.stdin", io.StringIO(ODD_PROMPT + "\n"))
     assert text_of(command, run_dir, "prompt=-") == given
 
 
@@ -298,22 +272,15 @@ def test_what_is_interrupted_is_kept(run_dir, monkeypatch, capsys):
 
 def test_a_chat_model_answers_messages_and_another_says_what_it_does(command, run_dir, gpt, tmp_path, monkeypatch):
     begin_with(gpt, CHAT, tmp_path / "chat", seq_len=16, batch_tokens=64)
-    shown = []
-    for run, lines, end in [(tmp_path / "chat", "\n4+2?\n", CHAT.end_id), (run_dir, "4+2?\n", EOT)]:
-        draw_these(monkeypatch, [*b"5", end, *b"6", end])
-        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-        shown.append(command("sample", f"checkpoint={run}", "runtime.device=cpu", "interactive=true", "prompt=2+3?"))
-        assert shown[-1].status == 0, shown[-1].err
-    chat, plain = shown
-    assert chat.out == "> 2+3?\n5\n> 4+2?\n6\n"
-    assert (tmp_path / "chat" / "sample.txt").read_text() == "> 2+3?\n5\n> 4+2?\n6\n"
-    assert "Type a message, and the model answers. End a line" in chat.err
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    empty = command("sample", f"checkpoint={tmp_path / 'chat'}", "runtime.device=cpu", "interactive=true")
-    assert "(0 tokens)\n" in empty.err, "that none was drawn is no reason to try another prompt"
-    assert plain.out.startswith("2+3?\n4+2?5")
-    draw_these(monkeypatch, [*b"5", CHAT.end_id] * 4)
+    draw_these(monkeypatch, [*b"5", CHAT.end_id, *b"6", CHAT.end_id])
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n4+\\\n2?\n"))
     typed = [f"checkpoint={tmp_path / 'chat'}", "runtime.device=cpu"]
+    chat = command("sample", *typed, "interactive=true", "prompt=2+3?")
+    assert chat.status == 0, chat.err
+    assert chat.out == "> 2+3?\n5\n> 4+\n2?\n6\n"
+    assert (tmp_path / "chat" / "sample.txt").read_text() == chat.out
+    assert "Type a message, and the model answers. End a line" in chat.err
+    draw_these(monkeypatch, [*b"5", CHAT.end_id] * 4)
     asked = command("sample", *typed, "message=2+3?", "system=Sum.", "output=json")
     assert json.loads(asked.out)["text"] == "5"
     assert json.loads(asked.out)["prompt_tokens"] == len("2+3?Sum.") + 3
@@ -321,36 +288,23 @@ def test_a_chat_model_answers_messages_and_another_says_what_it_does(command, ru
     continued = command("sample", *typed, "prompt=2+3?")
     assert continued.out == "2+3?5\n"
     assert "this chat model continues prompt as a text: to ask it a question, give message\n" in continued.err
-    assert_one_line(
-        command("sample", f"checkpoint={run_dir}", "runtime.device=cpu", "message=a"), "message is for chat"
-    )
-    assert "this model continues texts and does not answer: train.py experiment=chat makes one" in plain.err
+    for option in ("message=a", "interactive=true"):
+        asked = command("sample", f"checkpoint={run_dir}", "runtime.device=cpu", option)
+        assert_one_line(asked, "is for chat models, which this is not")
 
 
-def test_the_system_s_message_begins_a_conversation(command, run_dir, gpt, tmp_path, monkeypatch):
+def test_the_system_s_message_begins_a_conversation(command, gpt, tmp_path, monkeypatch):
     begin_with(gpt, CHAT, tmp_path / "chat", seq_len=16, batch_tokens=64)
     begun = []
-    monkeypatch.setattr("inference.sample.converse", lambda talk, *_: begun.append(talk.request.ids))
+    monkeypatch.setattr("inference.sample.take_turns", lambda talk, *_: begun.append(talk.messages))
     typed = ["runtime.device=cpu", "interactive=true", "system=Be <|end|>", f"checkpoint={tmp_path / 'chat'}"]
     assert command("sample", *typed).status == 0
-    assert begun == [(EOT, *CHAT.encode_chat([("system", "Be <|end|>")]))]
+    assert begun == [[("system", "Be <|end|>")]]
     for more, why in [
-        (f"checkpoint={run_dir}", "system is for chat models"),
         ("interactive=false", "system is for conversations: give interactive=true or message"),
         ("system=\udcff", "is not in UTF-8"),
     ]:
         assert_one_line(command("sample", *typed, more), why)
-
-
-def test_a_conversation_can_come_through_a_pipe(command, run_dir, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("one\\\ntwo\n\n"))
-    options = ["interactive=true", "prompt=zero ", "max_new_tokens=5", "temperature=0"]
-    result = command("sample", f"checkpoint={run_dir}", "runtime.device=cpu", *options)
-    assert result.status == 0, result.err
-    text = (run_dir / "sample.txt").read_text().removesuffix("\n")
-    assert text.startswith("zero one\ntwo")
-    assert "(10 tokens, " in result.err
-    assert text == text_of(command, run_dir, "prompt=zero one\ntwo", "temperature=0", "max_new_tokens=10")[:-1]
 
 
 def test_an_answer_of_a_conversation_can_be_interrupted(gpt, monkeypatch, capsys):
@@ -365,7 +319,7 @@ def test_an_answer_of_a_conversation_can_be_interrupted(gpt, monkeypatch, capsys
 
     monkeypatch.setattr("inference.engine.draw", draw)
     monkeypatch.setattr("sys.stdin", io.StringIO("x\ny\n"))
-    talk = Conversation(gpt, BYTES, Request((EOT,)))
-    converse(talk, 100)
-    assert talk.text == "xabycd"
-    assert "ab\n" in capsys.readouterr().out
+    talk = Conversation(gpt, CHAT, make_config())
+    take_turns(talk)
+    assert talk.text == "> x\nab\n> y\ncd"
+    assert "> x\nab\n> y\ncd\n" in capsys.readouterr().out

@@ -149,7 +149,7 @@ def test_mistakes_are_one_line(arguments, message, command, restored_torch):
 
 
 @pytest.mark.slow
-def test_preparing_is_timed_beside_the_library(command, tmp_path, monkeypatch, rank_file):
+def test_preparing_is_timed_beside_the_tokenizer(command, tmp_path, monkeypatch, rank_file):
     monkeypatch.chdir(tmp_path)
     lines = "".join(json.dumps({"text": f"these are the words of {i}, " * 20}) + "\n" for i in range(3000))
     (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
@@ -157,8 +157,8 @@ def test_preparing_is_timed_beside_the_library(command, tmp_path, monkeypatch, r
     source = f"set=[data=jsonl,data.path=a.jsonl.zst,tokenizer=gpt2,tokenizer.path={rank_file},workers=2]"
     rows = figures(command("scripts/bench", "what=data", source, "rounds=1", f"out={out}"), out)
     rates = {row["what"]: row["MB_per_second"] for row in rows["data"]}
-    assert list(rates) == ["the library, one thread", "prepared"]
+    assert list(rates) == ["the tokenizer, one thread", "prepared"]
     assert min(rates.values()) > 0
-    both_workers = 2 * rates["the library, one thread"]
+    both_workers = 2 * rates["the tokenizer, one thread"]
     assert [row["x"] for row in rows["data"]] == [rate / both_workers for rate in rates.values()]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl.zst", "bench.json"]

@@ -60,21 +60,6 @@ def file(name, content):
     return lambda folder: (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
 
 
-def in_shards(folder, files=("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")):
-    """Distribute the weights among these files, as an index says."""
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    listed = {name: files[i % 2] for i, name in enumerate(tensors)}
-    for file in files:
-        save_file({name: tensors[name] for name in tensors if listed[name] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": listed}))
-
-
-def without_a_shard(folder):
-    in_shards(folder)
-    (folder / "model-00002-of-00002.safetensors").unlink()
-
-
 def test_a_run_that_was_exported_and_imported_is_the_same_model(original, folder, tmp_path):
     path = import_gpt2(folder, tmp_path / "again")
     assert path == tmp_path / "again" / "checkpoints" / "step-00000000"
@@ -85,13 +70,6 @@ def test_a_run_that_was_exported_and_imported_is_the_same_model(original, folder
     assert all(torch.equal(value, wanted[name]) for name, value in after.state_dict().items())
     state = open_checkpoint(path).state
     assert (state.step, state.seq_len) == (0, 16)
-
-
-def test_weights_in_several_files_are_those_of_one(folder, tmp_path):
-    once = load_model(import_gpt2(folder, tmp_path / "one"))[0].state_dict()
-    in_shards(folder)
-    again = load_model(import_gpt2(folder, tmp_path / "several"))[0].state_dict()
-    assert all(torch.equal(value, again[name]) for name, value in once.items())
 
 
 def of_its_own(folder):
@@ -151,11 +129,7 @@ def test_it_can_be_tuned_on_conversations(folder, tmp_path, make_dataset, comman
             weights(lambda t: t["transformer.h.0.ln_1.bias"].fill_(torch.nan)),
             "h.0.ln_1.bias has values that are",
         ),
-        (
-            lambda folder: in_shards(folder, ["model-1-of-2.safetensors", "../x.safetensors"]),
-            "must list files such",
-        ),
-        (without_a_shard, "has no model-00002-of-00002.safetensors: load model and tokenizer"),
+        (file("model.safetensors", None), "has no model.safetensors: load model and tokenizer"),
         (file("config.json", None), "has no config.json: load model and tokenizer with transformers"),
     ],
 )

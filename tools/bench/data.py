@@ -1,4 +1,4 @@
-"""Times data preparation, with the tokenizer library alone as reference."""
+"""Times data preparation, with the tokenizer alone as reference."""
 
 import os
 import shutil
@@ -6,23 +6,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import tiktoken
-from tiktoken_ext.openai_public import r50k_pat_str
-
 from cli import compose, to_dict
-from common.command_line import options_of
+from common.command_line import in_hydras_grammar
 from common.settings import UserError, decode
 from data.prepare.dataset import PrepareConfig
-from data.tokenizer import RankTokenizer, build_tokenizer
+from data.tokenizer import build_tokenizer
 from tools.bench.harness import Row, seconds_of
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_data.py"
-_LIBRARY = "the library, one thread"
+_REFERENCE = "the tokenizer, one thread"
 
 
 def measure(options: Any) -> list[Row]:
@@ -30,16 +26,17 @@ def measure(options: Any) -> list[Row]:
     with tempfile.TemporaryDirectory(dir=".") as folder:
         dataset_dir = Path(folder, "dataset")
         source = options.set or ["data=stdlib", "tokenizer=bytes"]
-        words = [*source, *options_of({"out_dir": str(dataset_dir)})]
+        words = [*source, f"out_dir={in_hydras_grammar(str(dataset_dir))}"]
         config = decode(PrepareConfig, to_dict(compose("prepare", words)))
-        rates: dict[str, list[float]] = {_LIBRARY: [], "prepared": []}
+        rates: dict[str, list[float]] = {_REFERENCE: [], "prepared": []}
         for _ in range(options.rounds):
             seconds, n_bytes = encode_alone(config)
-            rates[_LIBRARY].append(n_bytes / 1e6 / seconds)
-            rates["prepared"].append(n_bytes / 1e6 / seconds_of(lambda: run(words)))
+            megabytes = n_bytes / 1e6
+            rates[_REFERENCE].append(megabytes / seconds)
+            rates["prepared"].append(megabytes / seconds_of(lambda: run(words)))
             shutil.rmtree(dataset_dir)
     workers = config.workers or os.cpu_count() or 1
-    reference = workers * median(rates[_LIBRARY])
+    reference = workers * median(rates[_REFERENCE])
     rows: list[Row] = []
     for what, rates_of_rounds in rates.items():
         rate = median(rates_of_rounds)
@@ -48,16 +45,8 @@ def measure(options: Any) -> list[Row]:
 
 
 def encode_alone(config: PrepareConfig) -> tuple[float, int]:
-    """Return the seconds that the tokenizer's library takes for all documents, and their UTF-8
-    bytes."""
+    """Return the seconds that the tokenizer takes for all documents, and their UTF-8 bytes."""
     tokenizer = build_tokenizer(config.tokenizer)
-    encode: Callable[[str], object] = tokenizer.encode
-    if isinstance(tokenizer, RankTokenizer):
-        # As tiktoken.get_encoding("gpt2"), whose pattern is not this project's.
-        ranks = {token: rank for rank, token in enumerate(tokenizer.ranks)}
-        encode = tiktoken.Encoding(
-            "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={}
-        ).encode_ordinary
     n_bytes = 0
     seconds = 0.0
     for raw in config.data.documents():
@@ -65,7 +54,7 @@ def encode_alone(config: PrepareConfig) -> tuple[float, int]:
         if not isinstance(text, str):
             raise UserError(f"data={config.data.name} has no texts: give a source of texts")
         started = time.perf_counter()
-        encode(text)
+        tokenizer.encode(text)
         seconds += time.perf_counter() - started
         n_bytes += len(text.encode())
     return seconds, n_bytes

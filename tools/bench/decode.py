@@ -13,7 +13,7 @@ from tools.bench.harness import Row, in_turn, seconds_of
 from tools.bench.train import config_of
 
 _CHUNK = 512  # tokens of a text that are read at once
-_WARM_UP = 3  # steps that are not timed; a growing cache is copied in the first
+_WARM_UP = 3  # steps that are not timed: the first copies a growing cache
 
 
 @torch.inference_mode()
@@ -35,9 +35,9 @@ def measure(options: Any) -> list[Row]:
     turns = in_turn({key: text.next_token for key, text in texts.items()}, _WARM_UP + options.steps)
     seconds = {key: statistics.median(turn[_WARM_UP:]) for key, turn in turns.items()}
     rows: list[Row] = []
-    for (name, position), taken in seconds.items():
-        row = {"model": name, "position": position, "tokens_per_second": 1 / taken}
-        row["x"] = seconds[options.models[0], position] / taken
+    for (name, position), seconds_per_token in seconds.items():
+        row = {"model": name, "position": position, "tokens_per_second": 1 / seconds_per_token}
+        row["x"] = seconds[options.models[0], position] / seconds_per_token
         rows.append(row | {"bytes_of_state": sizes[name, position]})
     return rows
 

@@ -39,13 +39,15 @@ def _with_plain_errors(function: Callable[..., R], *arguments: Any) -> R:
         return function(*arguments)
     except UserError:
         raise
-    except Exception as error:  # the compiler's cannot be sent to another process
+    except Exception as error:  # the compiler's errors cannot be sent to another process
         raise RuntimeError(f"{type(error).__name__}: {error}") from None
 
 
 def in_turn(runs: Mapping[K, Callable[[], R]], rounds: int) -> dict[K, list[R]]:
-    """Call every run once per round, in random order, so that other load on the machine slows all
-    of them alike; return what each run returned in each round."""
+    """Call every run once per round, and return its results by name.
+
+    The order is random in each round, so that other load on the machine slows all runs alike.
+    """
     results: dict[K, list[R]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name in random.sample(list(runs), len(runs)):
@@ -61,10 +63,12 @@ def seconds_of(run: Callable[[], object]) -> float:
 
 
 def cpu_name() -> str:
-    """The CPU's name."""
+    """Return the CPU's name."""
     info = Path("/proc/cpuinfo")
-    name = re.search(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
-    return name[1] if name else platform.processor() or platform.machine()
+    name = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    if name is not None:
+        return name[1]
+    return platform.processor() or platform.machine()
 
 
 def machine() -> Row:
@@ -91,9 +95,11 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
 
 
 def _cell(value: Any) -> str:
+    if value is None:
+        return ""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return f"{value:,}" if isinstance(value, int) else value or ""
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def composed(overrides: Iterable[str]) -> Row:

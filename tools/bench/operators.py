@@ -61,7 +61,7 @@ def attention() -> dict[str, Operator]:
 
 
 def random_inputs(shape: Sequence[int], device: str) -> tuple[list[Tensor], Tensor]:
-    """Three leaves, such as q, k and v, which require gradients, and the gradient of the result."""
+    """Return three leaves, such as q, k and v, and the gradient of the result."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
     *leaves, weights = torch.randn(4, *shape, generator=generator, device=device, dtype=dtype)
@@ -71,11 +71,10 @@ def random_inputs(shape: Sequence[int], device: str) -> tuple[list[Tensor], Tens
 def times_of(
     operators: dict[str, Operator], leaves: Sequence[Tensor], weights: Tensor, options: Any
 ) -> dict[str, Row]:
-    """Median milliseconds of each operator, without gradients and with a backward pass, and how
-    many times as fast as the first it is.
+    """Return median milliseconds of each operator, and its speed relative to the first one.
 
-    Each turn starts with an untimed pass, so caches and allocations of other operators do not
-    affect the timing.
+    "forward" is without gradients, "both" with a backward pass. Each turn starts with an untimed
+    pass, so caches and allocations of other operators do not affect the timing.
     """
 
     def both_passes(run: Operator) -> None:

@@ -1,5 +1,4 @@
-"""scripts/bench.py: measures what it is asked for, prints a table of each, and writes all figures
-to one file."""
+"""scripts/bench.py: measures, prints a table of each kind, and writes all figures to one file."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,7 @@ MEASURES: dict[str, tuple[Callable[[Any], list[Row]], str]] = {
     ),
     "data": (
         data.measure,
-        "preparing a dataset; x: speed, relative to the library with as many workers",
+        "preparing a dataset; x: speed, relative to the tokenizer in as many threads",
     ),
 }
 """What measures each kind, and the title of its table."""

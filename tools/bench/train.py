@@ -29,16 +29,15 @@ class Measured(NamedTuple):
     """What a process measures of a model."""
 
     seconds: list[float]
-    """Of each timed step."""
+    """The time of each timed step."""
     peak_gigabytes: float
-    """Memory; on a CPU 0.5 GB of it are Python and torch."""
+    """Most memory in use; on a CPU 0.5 GB of it are Python and torch."""
     share_of_peak: float | None
-    """MFU at a token per second; None: the device's peak is not known."""
+    """MFU at one token per second; None: the device's peak is not known."""
 
 
 def measure(options: Any) -> list[Row]:
-    """Measure the models in turn, and nanoGPT first if its folder is given; each measurement in its
-    own process.
+    """Measure the models in turn, each in a process of its own; nanoGPT first, if it is there.
 
     Raises:
         UserError: that folder has no model.py.
@@ -64,13 +63,14 @@ def measure(options: Any) -> list[Row]:
     turns = in_turn({name: partial(measured, name) for name in runs}, options.rounds)
     rows: list[Row] = []
     for name, results in turns.items():
-        seconds = statistics.median(taken for result in results for taken in result.seconds)
+        steps = [seconds for result in results for seconds in result.seconds]
+        seconds = statistics.median(steps)
         rate = options.batch * options.seq_len / seconds
         share = results[0].share_of_peak
         row = {"model": name, "ms_a_step": 1e3 * seconds, "tokens_per_second": rate}
         row["peak_gigabytes"] = max(result.peak_gigabytes for result in results)
         row["x"] = rate / rows[0]["tokens_per_second"] if rows else 1.0
-        row["mfu"] = share and rate * share
+        row["mfu"] = None if share is None else rate * share
         rows.append(row)
     return rows
 
@@ -82,14 +82,13 @@ def measure_steps(config: TrainConfig, nanogpt: Path | None, steps: int) -> Meas
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if torch.cuda.is_initialized():
         peak_bytes = torch.cuda.max_memory_allocated()
-    most = peak_flops(training.runtime.device, training.runtime.dtype)
-    share = most and training.flops_per_token / most
+    peak = peak_flops(training.runtime.device, training.runtime.dtype)
+    share = None if peak is None else training.flops_per_token / peak
     return Measured(seconds[_WARM_UP:], peak_bytes / 1e9, share)
 
 
 def config_of(overrides: list[str], seq_len: int, batch: int) -> TrainConfig:
-    """The configuration of train.py with these options, for steps of `batch` sequences of any
-    length."""
+    """Return the configuration of train.py with these options, for steps of `batch` sequences."""
     raw = composed(overrides)
     position = raw["model"]["position"]
     if position["name"] == "learned":
@@ -137,10 +136,9 @@ class Training:
 
 
 def measure_rate(config: TrainConfig, micro_batch: int) -> float:
-    """Measure one device's tokens per second in steps of one micro-batch of random tokens, by the
-    median of a few.
+    """Return one device's tokens per second, from the median of a few steps on random tokens.
 
-    Reading, evaluating and saving are left out.
+    A step has one micro-batch. Reading, evaluating and saving are left out.
     """
     training = Training(config, micro_batch)
     seconds = [seconds_of(training.step) for _ in range(2 * _WARM_UP)]
@@ -148,8 +146,10 @@ def measure_rate(config: TrainConfig, micro_batch: int) -> float:
 
 
 class NanoGPT(nn.Module):
-    """nanoGPT's model, from the model.py of a clone, in a configuration's sizes, with the interface
-    of SummedLoss."""
+    """nanoGPT's model in a configuration's sizes, with the interface of SummedLoss.
+
+    It is read from the model.py of a clone.
+    """
 
     def __init__(self, folder: Path, config: TrainConfig) -> None:
         super().__init__()
@@ -161,7 +161,8 @@ class NanoGPT(nn.Module):
         sizes = {"n_layer": model.n_layer, "n_head": model.n_head, "n_embd": model.n_embd}
         sizes |= {"block_size": config.seq_len, "vocab_size": 64 * ceil_div(model.n_vocab, 64)}
         self.gpt: Any = nanogpt.GPT(nanogpt.GPTConfig(**sizes, bias=False))
-        weights = sum(m.weight.numel() for m in self.gpt.modules() if isinstance(m, nn.Linear))
+        linear = [module for module in self.gpt.modules() if isinstance(module, nn.Linear)]
+        weights = sum(module.weight.numel() for module in linear)
         attention = 2 * model.n_layer * model.n_embd * config.seq_len
         self.flops_per_token = 6 * weights + 3 * attention  # counted as ours
 

@@ -11,7 +11,8 @@ from data.tokenizer_base import Tokenizer, byte_characters
 _HERE = Path(__file__).parent
 _GPT2_IDS = 50257
 _GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-_FILES = ("tokenizer.json", "tokenizer_config.json")
+_VOCABULARY = "tokenizer.json"
+_SETTINGS = "tokenizer_config.json"
 
 
 def _text(token: bytes) -> str:
@@ -19,11 +20,12 @@ def _text(token: bytes) -> str:
 
 
 def tokenizer_files(tokenizer: Tokenizer, max_len: int | None) -> JsonDict:
-    """tokenizer.json and tokenizer_config.json, as plain data. The ids are ours, except in texts
-    with the characters <|endoftext|> or those of a marker, which Hugging Face reads as that token.
-    A word that is a token is never split (ignore_merges), as in tiktoken; padding is on the left,
-    so that prompts of several lengths can be continued together. A vocabulary that came as a
-    tokenizer.json stays as it is, but for the markers of a chat model. Ids without text
+    """Return tokenizer.json and tokenizer_config.json as plain data.
+
+    The ids are ours, except that Hugging Face reads the characters <|endoftext|>, or of a marker,
+    as that token. As in tiktoken, a word that is a token is never split (ignore_merges). Padding is
+    on the left, so that prompts of several lengths can be continued together. A vocabulary that
+    came as a tokenizer.json stays as it is; a chat model adds its markers. Ids without text
     (tokenizer=none) have no files.
 
     Args:
@@ -31,50 +33,50 @@ def tokenizer_files(tokenizer: Tokenizer, max_len: int | None) -> JsonDict:
     """
     if tokenizer.name == "none":
         return {}
-    tokenizer_json, settings = (
-        json.loads((_HERE / name).read_text(encoding="utf-8")) for name in _FILES
-    )
-    if isinstance(tokenizer, ChatTokenizer):
-        (special,) = tokenizer_json["added_tokens"]
-        tokenizer_json, settings = tokenizer_files(tokenizer.inner, max_len).values()
-        n, template = (
-            tokenizer.inner.n_vocab,
-            (_HERE / "chat_template.jinja").read_text(encoding="utf-8"),
-        )
-        markers = [special | {"id": n + i, "content": marker} for i, marker in enumerate(MARKERS)]
-        tokenizer_json = tokenizer_json | {
-            "added_tokens": [*tokenizer_json["added_tokens"], *markers]
-        }
-        settings["chat_template"] = template.replace("\n", "")
-    elif isinstance(tokenizer, RankTokenizer):
-        tokenizer_json["added_tokens"][0]["id"] = tokenizer.eot_id
+    inner = tokenizer.inner if isinstance(tokenizer, ChatTokenizer) else tokenizer
+    vocabulary = json.loads((_HERE / _VOCABULARY).read_text(encoding="utf-8"))
+    settings = json.loads((_HERE / _SETTINGS).read_text(encoding="utf-8"))
+    (special,) = vocabulary["added_tokens"]
+    if isinstance(inner, RankTokenizer):
+        special["id"] = inner.eot_id
         for part in ("pre_tokenizer", "decoder"):
-            tokenizer_json[part]["use_regex"] = tokenizer.name == "gpt2"
-        vocab = {_text(token): rank for rank, token in enumerate(tokenizer.ranks)}
-        tokenizer_json["model"] |= {"vocab": vocab, "merges": _merges(tokenizer)}
+            vocabulary[part]["use_regex"] = inner.name == "gpt2"
+        ids = {_text(token): rank for rank, token in enumerate(inner.ranks)}
+        vocabulary["model"] |= {"vocab": ids, "merges": _merges(inner)}
     else:
-        tokenizer_json = tokenizer.saved
-        settings |= dict.fromkeys(
-            ("bos_token", "eos_token", "pad_token"), tokenizer.tokens[tokenizer.eot_id].decode()
-        )
-    limit = {} if max_len is None else {"model_max_length": max_len}
-    return dict(zip(_FILES, (tokenizer_json, settings | limit), strict=True))
+        vocabulary = inner.saved
+        end_of_text = inner.tokens[inner.eot_id].decode()
+        settings |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), end_of_text)
+    if isinstance(tokenizer, ChatTokenizer):
+        added = list(vocabulary["added_tokens"])
+        for i, marker in enumerate(MARKERS):
+            added.append(special | {"id": inner.n_vocab + i, "content": marker})
+        vocabulary = vocabulary | {"added_tokens": added}
+        template = (_HERE / "chat_template.jinja").read_text(encoding="utf-8")
+        settings["chat_template"] = template.replace("\n", "")
+    if max_len is not None:
+        settings["model_max_length"] = max_len
+    return {_VOCABULARY: vocabulary, _SETTINGS: settings}
 
 
 def _merges(tokenizer: RankTokenizer) -> list[str]:
-    """Every pair of tokens whose concatenation is a token, in the order of its rank: the pairs that
-    tiktoken merges."""
-    known = set(tokenizer.ranks)
-    return [
-        f"{_text(token[:cut])} {_text(token[cut:])}"
-        for token in tokenizer.ranks
-        for cut in range(1, len(token))
-        if token[:cut] in known and token[cut:] in known
-    ]
+    """Return the pairs that tiktoken merges, in the order of ranks.
+
+    These are all pairs of tokens whose concatenation is a token.
+    """
+    tokens = set(tokenizer.ranks)
+    merges = []
+    for token in tokenizer.ranks:
+        for cut in range(1, len(token)):
+            left = token[:cut]
+            right = token[cut:]
+            if left in tokens and right in tokens:
+                merges.append(f"{_text(left)} {_text(right)}")
+    return merges
 
 
 def read_tokenizer_json(path: Path) -> Tokenizer:
-    """Read a tokenizer.json: tokenizer=bytes or gpt2 if it is one of these, or as tokenizer=hf.
+    """Read a tokenizer.json as tokenizer=bytes or gpt2, if it is one of these, or else as hf.
 
     Raises:
         UserError: it is missing, damaged, or not a byte-level BPE.
@@ -89,7 +91,7 @@ def read_tokenizer_json(path: Path) -> Tokenizer:
 
 
 def _known(read: Tokenizer) -> Tokenizer:
-    """The tokenizer of tokenizer=bytes or gpt2 if `read` is one of these, or `read` itself."""
+    """Return tokenizer=bytes or gpt2 if `read` is one of these, or else `read` itself."""
     if read.saved.get("normalizer") is not None:
         return read
     in_bytes = build_tokenizer(BytesConfig(name="bytes"))

@@ -3,7 +3,6 @@
 The folder is not trusted: only JSON and safetensors are read; no code runs and no pickle is loaded.
 """
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.command_line import overrides
-from common.console import say, warn
+from common.console import say
 from common.files import file_size, read_json
 from common.settings import JsonDict, UserError
 from data.chat import ChatTokenizer
@@ -24,10 +23,9 @@ from tools.convert.hf_tokenizer import read_tokenizer_json
 from tools.convert.hugging_face.gpt2 import PREFIX, gpt2_name, read_gpt2_config, turned
 from tools.convert.new_run import begin_with
 
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_WEIGHTS = "model.safetensors"
 _MASK_TYPES = (torch.bool, torch.uint8, torch.float32)
-_PADDING = 128  # rows without an id that are usual, because sizes of a power of 2 are faster
-_SEQUENCES = 480  # of a step: the published batch
+_SEQUENCES = 480  # sequences of a step: the published batch
 _TO_CHOOSE: JsonDict = {
     "dataset_dir": "datasets/notes",
     "optim.max_lr": 6e-5,
@@ -64,20 +62,20 @@ def import_gpt2(folder: Path, run_dir: Path) -> Path:
 
 
 def read_gpt2(folder: Path) -> tuple[GPT, Tokenizer]:
-    """Return the model and the tokenizer in a folder that `save_pretrained` wrote, or that was
-    downloaded.
+    """Return the model and the tokenizer in a folder of `save_pretrained`, or a downloaded one.
 
     Raises:
         UserError: a file is missing or invalid.
     """
-    files = _weight_files(folder)
-    paths = {
-        name: (folder / name).resolve() for name in ("config.json", "tokenizer.json", *files)
-    }  # or links
+    # The files may be links, as in a hub's cache.
+    names = ("config.json", "tokenizer.json", _WEIGHTS)
+    paths = {name: (folder / name).resolve() for name in names}
     for name, path in paths.items():
         if file_size(path) is None:
-            how = "load model and tokenizer with transformers, and save_pretrained(FOLDER) both"
-            raise UserError(f"{folder} has no {name}: {how}")
+            raise UserError(
+                f"{folder} has no {name}: load model and tokenizer with transformers, and "
+                "save_pretrained(FOLDER) both"
+            )
     try:
         config = read_gpt2_config(read_json(paths["config.json"], limit=2**20))
     except UserError as error:
@@ -90,66 +88,46 @@ def read_gpt2(folder: Path) -> tuple[GPT, Tokenizer]:
             f"{folder} has a tokenizer with {tokenizer.n_vocab} ids, but the model has only "
             f"{config.n_vocab}"
         )
-    if config.n_vocab - tokenizer.n_vocab >= _PADDING:
-        what = (
-            f"the model has rows for {config.n_vocab} ids, and tokenizer.json has "
-            f"{tokenizer.n_vocab}"
-        )
-        warn(f"{folder}: {what}: make sure that it is the model's own")
     with torch.device("meta"):
         gpt = GPT(config)
-    gpt.load_state_dict(_weights([paths[name] for name in files], gpt), assign=True)
+    gpt.load_state_dict(_weights(paths[_WEIGHTS], gpt), assign=True)
     return gpt.requires_grad_(), tokenizer
 
 
-def _weight_files(folder: Path) -> list[str]:
-    """Names of the files with the weights: one, or several that an index lists."""
-    index = (folder / _INDEX).resolve()
-    if file_size((folder / _WEIGHTS).resolve()) is not None or file_size(index) is None:
-        return [_WEIGHTS]
-    raw = read_json(index, limit=2**20)
-    listed = raw.get("weight_map") if isinstance(raw, dict) else None
-    files = sorted(set(map(str, listed.values()))) if isinstance(listed, dict) else []
-    if not files or not all(re.fullmatch(r"model-\d+-of-\d+\.safetensors", name) for name in files):
-        raise UserError(
-            f"{index} must list files such as model-00001-of-00002.safetensors, beside it"
-        )
-    return files
-
-
-def _weights(paths: list[Path], gpt: GPT) -> dict[str, Tensor]:
-    """Read our weights from GPT-2's files, in float32 unless they are float64."""
-    names = {name for path in paths for name in read_header(path)[1]}
-    prefix = PREFIX if any(name.startswith(PREFIX) for name in names) else ""
-    own = gpt.state_dict()
-    theirs = {ours: prefix + gpt2_name(ours) for ours in own}
-    expected: dict[str, Any] = {
-        name: (turned(name, own[ours]).shape, FLOATS) for ours, name in theirs.items()
-    }
-    if "lm_head.weight" in names:
+def _weights(path: Path, gpt: GPT) -> dict[str, Tensor]:
+    """Read our weights from GPT-2's file, in float32 unless they are float64."""
+    stored_names = read_header(path)[1].keys()
+    prefix = PREFIX if any(name.startswith(PREFIX) for name in stored_names) else ""
+    ours = gpt.state_dict()
+    theirs = {name: prefix + gpt2_name(name) for name in ours}
+    expected: dict[str, Any] = {}
+    for name, their_name in theirs.items():
+        expected[their_name] = (turned(their_name, ours[name]).shape, FLOATS)
+    if "lm_head.weight" in stored_names:
         expected["lm_head.weight"] = expected[theirs["embed.weight"]]
-    n, layers = gpt.config.max_len or 0, range(gpt.config.n_layer)
-    masks = {
-        "bias": torch.Size([1, 1, n, n]),
-        "masked_bias": torch.Size([]),
-    }  # old files store causal masks, too
-    of_layers = {
-        f"{prefix}h.{i}.attn.{name}": (shape, _MASK_TYPES)
-        for i in layers
-        for name, shape in masks.items()
-    }
-    expected |= {name: kind for name, kind in of_layers.items() if name in names}
-    stored = read_tensors(paths, expected)
-    if bad := next((name for name in theirs.values() if not stored[name].isfinite().all()), None):
-        raise UserError(
-            f"{paths[0].parent}: {bad} has values that are not finite: such a model computes "
-            "nothing"
-        )
+    max_len = gpt.config.max_len or 0
+    # Old files store causal masks, too.
+    masks = {"bias": torch.Size([1, 1, max_len, max_len]), "masked_bias": torch.Size([])}
+    for layer in range(gpt.config.n_layer):
+        for name, shape in masks.items():
+            mask = f"{prefix}h.{layer}.attn.{name}"
+            if mask in stored_names:
+                expected[mask] = (shape, _MASK_TYPES)
+    stored = read_tensors([path], expected)
+    weights = {}
+    for name, their_name in theirs.items():
+        weight = stored[their_name]
+        if not weight.isfinite().all():
+            raise UserError(
+                f"{path.parent}: {their_name} has values that are not finite: such a model "
+                "computes nothing"
+            )
+        weight = turned(their_name, weight).contiguous()
+        weights[name] = weight if weight.dtype == torch.float64 else weight.float()
     embed = stored[theirs["embed.weight"]]
     if not torch.equal(stored.get("lm_head.weight", embed), embed):
         raise UserError(
-            f"{paths[0].parent}: lm_head.weight differs from wte.weight, but our output layer is "
-            "the embedding"
+            f"{path.parent}: lm_head.weight differs from wte.weight, but our output layer is the "
+            "embedding"
         )
-    weights = {ours: turned(name, stored[name]).contiguous() for ours, name in theirs.items()}
-    return {ours: x if x.dtype == torch.float64 else x.float() for ours, x in weights.items()}
+    return weights

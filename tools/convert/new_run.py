@@ -1,4 +1,4 @@
-"""Makes runs of converted models; other runs can start from their weights."""
+"""Makes a run of a converted model, from whose weights other runs can start."""
 
 import secrets
 from pathlib import Path
@@ -17,12 +17,10 @@ def begin_with(
     run_dir: Path,
     seq_len: int,
     batch_tokens: int,
-    dataset_dir: Path = NO_DATASET,
 ) -> Path:
-    """Make a run of a converted model, for `init_from`: write its checkpoint of step 0, and return
-    its path.
+    """Write a run's checkpoint of step 0 with a converted model, for `init_from`; return its path.
 
-    `seq_len`, `batch_tokens` and `dataset_dir` are what eval.py reads unless it is told otherwise.
+    `seq_len` and `batch_tokens` are what eval.py reads unless it is told otherwise.
 
     Raises:
         UserError: run_dir holds a run, or is another's.
@@ -30,7 +28,7 @@ def begin_with(
     run = {"step": 0, "run_id": secrets.token_hex(4), "model": gpt.config, "seed": 1}
     sizes = {"seq_len": seq_len, "batch_tokens": batch_tokens}
     data = {
-        "dataset_dir": dataset_dir,
+        "dataset_dir": NO_DATASET,
         "dataset_fingerprint": "",
         "data": {"document_reset": gpt.eot_id is not None},
     }
@@ -41,6 +39,5 @@ def begin_with(
             raise UserError(
                 f"run_dir={run_dir} holds a run: choose another one for the converted model"
             )
-        return save_checkpoint(
-            run_dir, {"model": gpt.state_dict(), "optimizer": {}, "random": {}}, state, tokenizer
-        )
+        tensors = {"model": gpt.state_dict(), "optimizer": {}, "random": {}}
+        return save_checkpoint(run_dir, tensors, state, tokenizer)

@@ -113,10 +113,6 @@ async function run(path, body, take) {
   let first, n = 0, reused = "", reason = "stopped", told = 0;
   try {
     for await (const chunk of chunks(path, body, running.signal)) {
-      if (chunk.reading) {
-        say(chunk.reading);
-        continue;
-      }
       first ??= performance.now();
       if (chunk.usage) {
         n = chunk.usage.completion_tokens;
@@ -151,7 +147,7 @@ async function run(path, body, take) {
 // The form as a request. A missing seed is chosen here, so that it can be shown.
 function request() {
   const number = (name) => (form.elements[name].value === "" ? null : Number(form.elements[name].value));
-  const names = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens"];
+  const names = ["temperature", "top_k", "top_p", "min_p", "max_tokens"];
   const stop = form.elements.stop.value.split("\n").filter((line) => line !== "");
   return {
     prompt: prompt.value,
@@ -165,7 +161,7 @@ function request() {
   };
 }
 
-// The objects of a stream of server-sent events. A comment says how far a long prompt is read.
+// The objects of a stream of server-sent events.
 async function* chunks(path, body, signal) {
   const headers = { "Content-Type": "application/json" };
   const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal });
@@ -179,10 +175,6 @@ async function* chunks(path, body, signal) {
     lines[0] = rest + lines[0];
     rest = lines.pop();
     for (const line of lines.filter(Boolean)) {
-      if (line.startsWith(": ")) {
-        yield { reading: line.slice(2) };
-        continue;
-      }
       const data = line.slice("data: ".length);
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);

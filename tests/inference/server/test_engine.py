@@ -17,7 +17,7 @@ SAMPLING = [
     SamplingConfig(),
     SamplingConfig(temperature=0),
     SamplingConfig(temperature=0.7, top_k=20),
-    SamplingConfig(top_p=0.8, repetition_penalty=1.3),
+    SamplingConfig(top_p=0.8),
     SamplingConfig(temperature=1.5, min_p=0.05),
 ]
 
@@ -64,8 +64,7 @@ def alone(engine, reader):
         logits = engine.gpt(ids.unsqueeze(0))[0, :-1, :257]
     drawn, generator = [], torch.Generator().manual_seed(request.seed)
     for n in range(len(request.ids), len(ids)):
-        seen = torch.bincount(ids[:n], minlength=257).bool() & (torch.arange(257) < 256)
-        drawn += draw(logits[n - 1 : n], seen.unsqueeze(0), [request.sampling], [generator])
+        drawn += draw(logits[n - 1 : n], [request.sampling], [generator])
     assert len(drawn) == request.max_tokens or drawn[-1] == 256
     return bytes(itertools.takewhile(lambda token: token < 256, drawn)).decode(errors="replace")
 

@@ -20,7 +20,7 @@ pytest.importorskip("fastapi", reason="the server's packages are not installed: 
 from inference.server.protocol import ChatRequest
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed: pip install -e '.[dev]'")
-FOREVER = {"max_tokens": 100_000, "temperature": 0, "repetition_penalty": 1}
+FOREVER = {"max_tokens": 100_000, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +60,9 @@ def expected(gpt, prompt, n, seed=None, **sampling):
 
 def drawn_by(gpt, ids, n, seed=None, **sampling):
     generators, sampling = [torch.Generator().manual_seed(seed or 0)], SamplingConfig(**sampling)
-    ids, options = torch.tensor([[256, *ids]]), {"n_vocab": gpt.config.n_vocab, "eot_id": 256}
-    return [
-        int(token.item())
-        for token in islice(generate(gpt, ids, sampling=sampling, generators=generators, **options), n)
-    ]
+    ids, n_vocab = torch.tensor([[256, *ids]]), gpt.config.n_vocab
+    tokens = generate(gpt, ids, n_vocab=n_vocab, sampling=sampling, generators=generators)
+    return [int(token.item()) for token in islice(tokens, n)]
 
 
 def test_a_completion_is_what_the_model_generates(client, make_gpt):
@@ -119,20 +117,20 @@ def test_a_stream_says_the_same_in_pieces(client):
 
 
 BAD = [
-    ({"prompt": 5}, "prompt", "prompt=5: give a text"),
-    ({"prompt": [97, 257]}, "prompt", "token id 257: this model's are 0 to 256"),
-    ({"prompt": "x" * 2001}, "prompt", "prompt has 2001 tokens: this server takes at most 2000"),
-    ({"max_tokens": 100_001}, "max_tokens", "max_tokens=100001 is too much: this server gives at most 100000"),
-    ({"max_tokens": "9"}, "max_tokens", 'max_tokens="9": Input should be a valid integer'),
-    ({"n": 21}, "n", "n=21 for each of 1 prompt are 21 texts: this server takes at most 20 at once"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "response_format is not supported: leave it"),
-    ({"stop": ["a", ""]}, "stop", "1 to 256 characters"),
-    ({"max_token": 3}, "max_token", "unknown key 'max_token': did you mean 'max_tokens'?"),
-    ({"presence_penalty": 0.5}, "presence_penalty", "presence_penalty is not supported: use repetition_penalty"),
-    ([], None, "not a JSON object"),
-    (b"{", None, "not JSON"),
-    (b'{"prompt": "\\ud800"}', None, "surrogate"),
-    (b"[" * 65 + b"]" * 65, None, "levels deep"),
+    ({"prompt": 5}, "prompt=5: give a text"),
+    ({"prompt": [97, 257]}, "token id 257: this model's are 0 to 256"),
+    ({"prompt": "x" * 2001}, "prompt has 2001 tokens: this server takes at most 2000"),
+    ({"max_tokens": 100_001}, "max_tokens=100001 is too much: this server gives at most 100000"),
+    ({"max_tokens": "9"}, 'max_tokens="9": Input should be a valid integer'),
+    ({"n": 21}, "n=21 for each of 1 prompt are 21 texts: this server takes at most 20 at once"),
+    ({"response_format": {"type": "json_object"}}, "response_format is not supported: leave it"),
+    ({"stop": ["a", ""]}, "1 to 256 characters"),
+    ({"max_token": 3}, "unknown key 'max_token': did you mean 'max_tokens'?"),
+    ({"presence_penalty": 0.5}, "presence_penalty is not supported: leave it"),
+    ([], "not a JSON object"),
+    (b"{", "not JSON"),
+    (b'{"prompt": "\\ud800"}', "surrogate"),
+    (b"[" * 65 + b"]" * 65, "levels deep"),
 ]
 
 
@@ -142,26 +140,25 @@ def test_what_would_change_nothing_is_accepted(client):
     assert complete(client, **body, **harmless)["choices"] == complete(client, **body)["choices"]
 
 
-@pytest.mark.parametrize(("body", "param", "reason"), BAD)
-def test_a_bad_request_is_told_why(client, body, param, reason):
+@pytest.mark.parametrize(("body", "reason"), BAD)
+def test_a_bad_request_is_told_why(client, body, reason):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     response = client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
     assert response.status_code == 400
     error = response.json()["error"]
     assert reason in error["message"]
-    assert error == {"message": error["message"], "type": "invalid_request_error", "param": param, "code": None}
+    assert error == {"message": error["message"], "type": "invalid_request_error", "param": None, "code": None}
 
 
 def test_other_errors_have_that_form_too(client):
-    def check(status, response, reason, param=None):
+    def check(status, response, reason):
         assert response.status_code == status
         assert reason in response.json()["error"]["message"]
-        assert response.json()["error"]["param"] == param
 
-    check(404, client.post("/v1/completions", json={"model": "tinny"}), "did you mean 'tiny'?", "model")
-    check(404, client.get("/v1/models/other"), "the model 'other' does not exist", "model")
+    check(404, client.post("/v1/completions", json={"model": "tinny"}), "did you mean 'tiny'?")
+    check(404, client.get("/v1/models/other"), "the model 'other' does not exist")
     chat = client.post("/v1/chat/completions", json={"messages": TALK})
-    check(400, chat, "messages are for chat models, which this is not: /v1/completions continues a prompt", "messages")
+    check(400, chat, "messages are for chat models, which this is not: /v1/completions continues a prompt")
     paths = "there are POST /v1/completions and /v1/chat/completions, and GET /, /v1/models"
     check(404, client.get("/v1/nothing"), f"Not Found: {paths}")
     check(405, client.get("/v1/completions"), f"Method Not Allowed: {paths}")
@@ -177,14 +174,14 @@ def test_requests_by_another_name_or_from_another_site_are_refused(client):
             response = client.get(path, headers={"Host": name})
             assert response.status_code == 403
             assert "is not this server's name" in response.json()["error"]["message"]
-    for origin in ("http://evil.example", "null", "http://127.0.0.1:1"):
-        assert client.post("/v1/completions", json={}, headers={"Origin": origin}).status_code == 403
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):  # what pages may send
+        assert client.post("/v1/completions", content=b"{}", headers={"Content-Type": kind}).status_code == 415
 
 
 def test_the_page_needs_nothing_from_elsewhere(client):
     for path, kind in (("/", "text/html"), ("/page.js", "javascript"), ("/page.css", "text/css")):
-        response, head = client.get(path), client.head(path)
-        assert (head.status_code, head.headers["content-length"], head.text) == (200, str(len(response.content)), "")
+        response = client.get(path)
+        assert response.status_code == 200
         assert kind in response.headers["content-type"]
         assert "default-src 'self'" in response.headers["content-security-policy"]
         assert "//" not in response.text.replace("// ", "")
@@ -244,23 +241,23 @@ def test_a_stream_of_a_chat_says_the_same_in_pieces(chat_client):
 
 
 @pytest.mark.parametrize(
-    ("body", "param", "reason"),
+    ("body", "reason"),
     [
-        ({}, "messages", "messages: Field required"),
-        ({"messages": "a"}, "messages", 'messages="a": Input should be an array'),
-        ({"messages": [*TALK, {"role": "critic"}]}, "messages", "messages.2: a message whose role is not system, user"),
-        ({"messages": [{"role": "user", "content": "x" * 2001}]}, "messages", "messages has 2003 tokens: this server"),
-        ({"max_completion_tokens": 10**6}, "max_tokens", "max_tokens=1000000 is too much"),
-        ({"prompt": "a"}, "prompt", "unknown key 'prompt'"),
-        ({"tools": [{}]}, "tools", "tools is not supported: leave it out"),
+        ({}, "messages: Field required"),
+        ({"messages": "a"}, 'messages="a": Input should be an array'),
+        ({"messages": [*TALK, {"role": "critic"}]}, "messages.2: a message whose role is not system, user"),
+        ({"messages": [{"role": "user", "content": "x" * 2001}]}, "messages has 2003 tokens: this server"),
+        ({"max_completion_tokens": 10**6}, "max_tokens=1000000 is too much"),
+        ({"prompt": "a"}, "unknown key 'prompt'"),
+        ({"tools": [{}]}, "tools is not supported: leave it out"),
     ],
 )
-def test_a_bad_chat_is_told_why(chat_client, body, param, reason):
+def test_a_bad_chat_is_told_why(chat_client, body, reason):
     response = chat_client.post(CHATS, json=({"messages": TALK} if body.keys() - {"messages"} else {}) | body)
     assert response.status_code == 400
     error = response.json()["error"]
     assert reason in error["message"]
-    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert error["type"] == "invalid_request_error"
 
 
 def test_an_answer_is_as_long_as_the_positions_allow(make_gpt):
