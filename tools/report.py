@@ -178,8 +178,8 @@ def _read_run(folder: Path, name: str) -> Run:
     stored: Any = {}
     curves = RunCurves()
     step = 0
-    speeds = []
-    bits = []
+    speeds: list[float] = []
+    bits: list[float] = []
     log = folder / "metrics.jsonl"
     if file_size(log) is not None:  # raises if it is not a regular file
         try:
@@ -189,14 +189,14 @@ def _read_run(folder: Path, name: str) -> Run:
         for line in read_metrics(log):
             curves.add(line)
             step = max(step, line["step"])
-            speeds.append(_number(line.get("tokens_per_second")))
-            bits.append(_number(line.get("val_bits_per_byte")))
+            speeds += _numbers(line.get("tokens_per_second"))
+            bits += _numbers(line.get("val_bits_per_byte"))
     config = _section(stored, "config")
     settings = {key: value for key, value in flat(config).items() if value is not None}
-    n_params = _number(_section(stored, "environment").get("n_params"))
-    known_speeds = [speed for speed in speeds if speed is not None]
-    speed = median(known_speeds) if known_speeds else None
-    lowest = min((value for value in bits if value is not None), default=None)
+    sizes = _numbers(_section(stored, "environment").get("n_params"))
+    n_params = sizes[0] if sizes else None
+    speed = median(speeds) if speeds else None
+    lowest = min(bits, default=None)
     return Run(name, settings, n_params, curves, step, speed, lowest, _failure(folder))
 
 
@@ -205,10 +205,10 @@ def _section(stored: Any, key: str) -> JsonDict:
     return section if isinstance(section, dict) else {}
 
 
-def _number(value: Any) -> float | None:
-    """Return a finite number, and None for anything else: a text, too large an integer."""
+def _numbers(value: Any) -> list[float]:
+    """Return [value] if it is a finite number, and [] if not: a text, too large an integer."""
     is_number = isinstance(value, int | float) and abs(value) < 1e300
-    return float(value) if is_number else None
+    return [float(value)] if is_number else []
 
 
 # ----- comparing runs
@@ -218,10 +218,11 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
     """Return the report's rows, the best first."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        alone = run.name if run.failure or "seed" not in run.settings else ""
         ignored = ("seed", "run_dir")
-        alike = {key: value for key, value in run.settings.items() if key not in ignored}
-        groups.setdefault(json.dumps([alone, alike], sort_keys=True), []).append(run)
+        settings = {key: value for key, value in run.settings.items() if key not in ignored}
+        is_alone = run.failure or "seed" not in run.settings
+        key = json.dumps([run.name if is_alone else "", settings], sort_keys=True)
+        groups.setdefault(key, []).append(run)
     rows = []
     for group in groups.values():
         curves = [run.curves.val for run in group if run.curves.val]
@@ -233,8 +234,12 @@ def varying_settings(runs: Sequence[Run]) -> list[str]:
     """Return the settings in which the runs differ."""
     known = [run.settings for run in runs if run.settings]
     keys = dict.fromkeys(key for settings in known for key in settings)
-    values = {key: {json.dumps(settings.get(key)) for settings in known} for key in keys}
-    return [key for key in keys if len(values[key]) > 1 and key != "run_dir"]
+    varying = []
+    for key in keys:
+        values = {json.dumps(settings.get(key)) for settings in known}
+        if len(values) > 1 and key != "run_dir":
+            varying.append(key)
+    return varying
 
 
 # ----- the page
