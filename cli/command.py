@@ -60,7 +60,7 @@ def command(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # OpenMP's threads wait for each other by spinning. Where other processes use the CPU too, some
     # thread is not running, and the others would use up its time (docs/research.md).
-    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     os.environ["MPLBACKEND"] = "agg"  # a notebook's may not be installed here
     logging.getLogger().setLevel(logging.ERROR)
     guard_output(lossy=config_name == "train")  # a run matters more than its output

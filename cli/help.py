@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from textwrap import fill
 
-from cli.options import groups_of, value_at
+from cli.compose import groups_of, value_at
 from common.config_files import CONFIGS, DEFAULTS, config_file, with_keys
 from common.settings import JsonDict
 

@@ -7,8 +7,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from cli.compose import compose, to_dict
-from cli.options import groups_of, keys_and_values, value_at
+from cli.compose import compose, groups_of, keys_and_values, to_dict, value_at
 from common.config_files import group_values
 from common.files import read_json
 from common.settings import JsonDict, UserError

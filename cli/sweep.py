@@ -26,8 +26,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cli.compose import compose, explain, to_dict
-from cli.options import read_options
+from cli.compose import compose, explain, read_options, to_dict
 from cli.resume import compose_run
 from cli.workers import among_others, let_workers_save, visible_gpus
 from common.console import print_error, say, warn

@@ -13,19 +13,56 @@ between two steps. The engine works in turns. Each turn
 
 import contextlib
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from common.settings import UserError
-from inference.generation import Generation
-from inference.prefill import Prefix, Request, chunk_size, read
+from inference.generation import Generation, Prefix, Request
 from inference.sampling import NOT_FINITE, SamplingConfig, draw
 from model.gpt import GPT
 from model.graphs import DecodingStep
 from model.state import cat_states, select_rows, state_bytes
+
+CHUNK = 256
+"""Tokens of a prompt that go through the model at once on a CPU."""
+_CHUNK_ON_GPU = 2048  # fewer leave most multiprocessors idle
+
+
+@torch.inference_mode()
+def read(
+    gpt: GPT,
+    token_ids: Tensor,
+    n_vocab: int,
+    before: Prefix | None = None,
+    step: Callable[..., Any] | None = None,
+) -> tuple[Prefix, Tensor]:
+    """Read (B, T) more tokens of B texts.
+
+    Return the new prefix, and the logits after each token, (B, T, n_vocab).
+
+    Args:
+        n_vocab: ids from here on, the padding of the embedding, are never drawn.
+        before: the prefix that these tokens continue; None: the texts start here.
+        step: called instead of the model; its next call may overwrite the returned state.
+    """
+    state = None if before is None else before.state
+    logits, state = (step or gpt)(token_ids.to(gpt.device), state, return_state=True)
+    logits = logits[..., :n_vocab]
+    last = logits[:, -1].clone()  # a view would keep the logits of all tokens
+    return Prefix(last, state), logits
+
+
+def chunk_size(gpt: GPT) -> int:
+    """Return how many tokens of a prompt go through the model at once.
+
+    This bounds memory, and the time that other texts wait in the server. All prompts are cut at its
+    multiples, so a prompt read from a cached prefix gives the same bits as one read in one go.
+    """
+    return CHUNK if gpt.device.type == "cpu" else _CHUNK_ON_GPU
 
 
 @contextlib.contextmanager

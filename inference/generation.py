@@ -1,19 +1,52 @@
-"""A text that the engine continues: its tokens so far, what is reported, and why it ended."""
+"""A text that the engine continues: what is asked, its tokens so far, and why it ended."""
 
 import codecs
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
-from inference.prefill import Prefix, Request
 from inference.sampling import SamplingConfig
+from model.gpt import GPTState
 
 _LEAST_LOGPROB = -9999.0  # lower values are raised to it, as in OpenAI's API: JSON has no infinity
 
 FinishReason = Literal["length", "stop", "end_of_text"]
+
+
+class Prefix(NamedTuple):
+    """The state after B texts, one per row, with all that is needed to continue them.
+
+    It is a value, like a state. `cat_states` and `select_rows` (model/state.py) join batches of
+    texts of any lengths, and take rows out of one.
+    """
+
+    logits: Tensor
+    """Logits of the next token, (B, n_vocab)."""
+    state: GPTState
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text to continue."""
+
+    ids: tuple[int, ...]
+    """The tokens to read first. In training, every text follows <|endoftext|>."""
+    max_tokens: int = 0
+    """Most tokens to draw; 0 only reads the prompt."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    """Strings that end the continuation; they are not included in it."""
+    n_top: int | None = None
+    """Report log-probabilities: each token's and this many likeliest ones'; None: none."""
+    echo: bool = False
+    """Whether to report the prompt too."""
+    prompt_start: int = 0
+    """Where the prompt begins in `ids`: 1 after an <|endoftext|> that is not part of it."""
 
 
 class TextStream:

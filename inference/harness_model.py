@@ -17,8 +17,7 @@ from common.settings import UserError, decode
 from data.chat import IGNORED, parse_message
 from data.tokenizer import Tokenizer
 from inference.engine import Engine, stream
-from inference.generation import Generation
-from inference.prefill import Request
+from inference.generation import Generation, Request
 from inference.sampling import SamplingConfig
 from model.gpt import GPT, GPTState
 from runtime.device import Runtime

@@ -18,9 +18,8 @@ from common.settings import JsonDict, UserError
 from data.chat import ChatTokenizer
 from data.tokenizer import Tokenizer
 from inference.engine import Engine, PromptCache, stream
-from inference.generation import Generation
+from inference.generation import Generation, Request
 from inference.load import Loaded, ModelConfig, load
-from inference.prefill import Request
 from inference.sampling import SamplingConfig
 from model.gpt import GPT
 

@@ -14,8 +14,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_
 from common.settings import Settings, UserError
 from data.chat import ChatTokenizer, parse_message
 from data.tokenizer import Tokenizer
+from inference.generation import Request
 from inference.load import ModelConfig
-from inference.prefill import Request
 from inference.sampling import SamplingConfig
 
 # Every new token's text is compared with all beginnings of these.

@@ -13,7 +13,7 @@ from pydantic import create_model
 
 import cli
 from cli.command import _arguments
-from cli.options import is_text
+from cli.compose import is_text
 from common.settings import Settings, UserError, decode
 from runtime.checkpoint import newest
 
@@ -70,7 +70,7 @@ def answer(cls, settings):
 
 
 def test_keys_of_texts_are_known_by_their_names(commands):
-    """cli/options.py tells them by the last part of a key, as it reads options before any class is imported."""
+    """cli/compose.py tells them by the last part of a key, as it reads options before any class is imported."""
     for cls, literally in commands.values():
         for name, field in (
             (name, field) for section in sections_in(cls) for name, field in section.model_fields.items()

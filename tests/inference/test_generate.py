@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from texts import gpt_of
 
 from common.settings import decode
-from inference.engine import generate
-from inference.prefill import read
+from inference.engine import generate, read
 from inference.sampling import SamplingConfig, draw, weigh
 
 

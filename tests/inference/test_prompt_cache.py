@@ -6,8 +6,8 @@ import pytest
 import torch
 from texts import BYTES, Recorded, gpt_of, random_ids
 
-from inference.engine import Engine, PromptCache
-from inference.prefill import CHUNK, Request
+from inference.engine import CHUNK, Engine, PromptCache
+from inference.generation import Request
 from inference.sampling import SamplingConfig
 
 

@@ -14,9 +14,8 @@ from texts import BYTES, CHAT
 
 from common.settings import UserError, decode
 from data.tokenizer import RankTokenizer
-from inference.engine import Engine, stream
-from inference.generation import Generation, TextStream
-from inference.prefill import CHUNK, Request
+from inference.engine import CHUNK, Engine, stream
+from inference.generation import Generation, Request, TextStream
 from inference.sample import Conversation, SampleConfig, run_sampling, take_turns
 from inference.sampling import SamplingConfig
 from model.gpt import GPT

@@ -6,9 +6,8 @@ import pytest
 import torch
 from texts import BYTES
 
-from inference.engine import Engine
-from inference.generation import Generation
-from inference.prefill import CHUNK, Request
+from inference.engine import CHUNK, Engine
+from inference.generation import Generation, Request
 from inference.sampling import SamplingConfig, draw
 from inference.server.responses import ApiError
 from inference.server.worker import Worker
@@ -189,7 +188,7 @@ def test_a_step_that_fails_ends_its_texts_and_the_engine_goes_on(make_engine, mo
 
 def test_probabilities_are_those_of_the_whole_text(make_engine, monkeypatch):
     engine = make_engine()
-    monkeypatch.setattr("inference.prefill.CHUNK", 7)  # the prompt's cross the borders of chunks
+    monkeypatch.setattr("inference.engine.CHUNK", 7)  # the prompt's cross the borders of chunks
     prompt = "né 日本 text".encode()
     reader = written(engine, prompt, max_tokens=40, seed=2, n_top=3, echo=True, sampling=SAMPLING[2])
     ids = [token.id for token in reader.tokens]

@@ -3,8 +3,7 @@
 from texts import BYTES, gpt_of, random_ids
 
 from inference.engine import Engine
-from inference.generation import Generation
-from inference.prefill import Prefix, Request
+from inference.generation import Generation, Prefix, Request
 
 
 def test_a_gpu_reads_a_prompt_in_larger_chunks(monkeypatch):
