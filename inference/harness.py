@@ -69,11 +69,6 @@ def run_harness(config: HarnessConfig) -> None:
             "task files"
         )
     loaded = load(config)
-    if loaded.tokenizer.name == "none":
-        raise UserError(
-            f"checkpoint={config.checkpoint} was trained on ids without text (tokenizer=none), "
-            "and the harness's tasks are texts: use eval.py"
-        )
     if config.apply_chat_template and not isinstance(loaded.tokenizer, ChatTokenizer):
         raise UserError(
             f"apply_chat_template=true needs a chat model, and checkpoint={config.checkpoint} was "

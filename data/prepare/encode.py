@@ -155,10 +155,6 @@ def _encode_document(document: Document, position: Position, tokenizer: Tokenize
         return [encoded._replace(unread=document.unread)]
     if not isinstance(content, str):
         return _split_ids(content, document.set_name, position, tokenizer)
-    if tokenizer.name == "none":
-        raise UserError(
-            f"{position} is text, and tokenizer=none takes ids: give the tokenizer to use"
-        )
     text = tokenizer.normalized(content)
     utf8 = text.encode()
     dtype = token_dtype(tokenizer.n_vocab)

@@ -24,7 +24,6 @@ from data.prepare.items import (
     LONG_LINE,
     NO_CONVERSATION,
     NO_TEXT,
-    NOT_IDS,
     NOT_JSON,
     CountBytes,
     Document,
@@ -68,10 +67,6 @@ class Source(Settings):
         if self.is_chat:
             messages, record = content
             return Document(_conversation(messages), set_name, _unread_keys(record, messages))
-        if isinstance(content, list):
-            if not all(type(value) is int and -(2**63) <= value < 2**63 for value in content):
-                raise Unreadable(NOT_IDS)
-            content = np.array(content, np.int64)
         if not isinstance(content, str | np.ndarray):
             raise Unreadable("text is not a string")
         if not len(content):
@@ -238,11 +233,6 @@ class NamedFiles(FileSource):
 
     `**` in a glob reaches into folders.
     """
-    text_field: str
-    """The key that holds the text of a JSON line.
-
-    The set is `meta.pile_set_name` where there is one, else `name`.
-    """
 
     def inputs(self) -> dict[str, int | None]:
         """Return the files that `path` names, each once.
@@ -285,6 +275,16 @@ class NamedFiles(FileSource):
         """Return the file with a name in `inputs`."""
         return Path(name)
 
+
+class LineFiles(NamedFiles):
+    """Files of JSON lines."""
+
+    text_field: str
+    """The key that holds the text of a line.
+
+    The set is `meta.pile_set_name` where there is one, else `name`.
+    """
+
     def read(self, path: Path, seen: CountBytes) -> Iterator[Any]:
         """Yield the lines of a file of JSON lines; a blank line is not a document."""
         for number, line in enumerate(read_lines(path, seen)):
@@ -303,7 +303,7 @@ class NamedFiles(FileSource):
         return super().content_and_set(content)
 
 
-class TextSource(NamedFiles, defaults="data/text"):
+class TextSource(LineFiles, defaults="data/text"):
     """Text files. Those named as JSON are read as JSON lines."""
 
     name: Literal["text"]
@@ -318,7 +318,7 @@ class TextSource(NamedFiles, defaults="data/text"):
         yield from passages(read_text(path, seen))
 
 
-class JsonlSource(NamedFiles, defaults="data/jsonl"):
+class JsonlSource(LineFiles, defaults="data/jsonl"):
     """JSON lines, one object a document, such as the Pile's files."""
 
     usual_val_fraction: ClassVar[float] = 0.005
@@ -327,7 +327,7 @@ class JsonlSource(NamedFiles, defaults="data/jsonl"):
     name: Literal["jsonl"]
 
 
-class ChatSource(NamedFiles, defaults="data/chat"):
+class ChatSource(LineFiles, defaults="data/chat"):
     """Conversations as JSON lines, or as one JSON array."""
 
     suffixes: ClassVar[tuple[str, ...]] = (*JSON_LINES, *_JSON)
@@ -550,8 +550,8 @@ def _end_of_passage(text: str, start: int) -> int:
     return cut.end() if cut else end
 
 
-def _of_record(record: Any, source: NamedFiles | HubSource) -> tuple[Any, str]:
-    """Return the text or ids of a record, and its set. Raises Unreadable."""
+def _of_record(record: Any, source: LineFiles | HubSource) -> tuple[Any, str]:
+    """Return the text of a record, and its set. Raises Unreadable."""
     fields = record if isinstance(record, dict) else {}
     content = fields.get(source.text_field)
     if content is None:
@@ -559,7 +559,7 @@ def _of_record(record: Any, source: NamedFiles | HubSource) -> tuple[Any, str]:
     return content, _set_of(fields, source)
 
 
-def _of_chat(record: Any, source: NamedFiles | HubSource) -> tuple[tuple[Any, Any], str]:
+def _of_chat(record: Any, source: LineFiles | HubSource) -> tuple[tuple[Any, Any], str]:
     """Return the messages of a record with the record itself, and its set. Raises Unreadable."""
     if isinstance(record, list):  # as nanochat writes a conversation
         return (record, {}), source.name
@@ -570,13 +570,13 @@ def _of_chat(record: Any, source: NamedFiles | HubSource) -> tuple[tuple[Any, An
     return (messages, fields), _set_of(fields, source)
 
 
-def _lacking(reason: str, fields: JsonDict, source: NamedFiles | HubSource) -> Unreadable:
+def _lacking(reason: str, fields: JsonDict, source: LineFiles | HubSource) -> Unreadable:
     """Build the error for a record without its text, which names the keys that it has."""
     keys = [repr(key[:40]) for key in fields if key != source.text_field]
     return Unreadable(reason, about=f" with {some_of(keys)}" if keys else "")
 
 
-def _set_of(fields: JsonDict, source: NamedFiles | HubSource) -> str:
+def _set_of(fields: JsonDict, source: LineFiles | HubSource) -> str:
     meta = fields.get("meta")
     name = meta.get("pile_set_name") if isinstance(meta, dict) else None
     if not isinstance(name, str) or not name.isprintable() or name == "":

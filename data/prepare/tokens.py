@@ -1,4 +1,4 @@
-"""Token ids made elsewhere: shards of llm.c, modded-nanogpt and nanoGPT, .npy arrays, JSON lines.
+"""Token ids made elsewhere: shards of llm.c, modded-nanogpt and nanoGPT, and .npy arrays.
 
 llm.c's write_datafile (dev/data/data_common.py) writes a header of 256 int32 (magic, version,
 number of ids), then the ids; modded-nanogpt writes the same with the magic of GPT-2. nanoGPT's
@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from data.prepare.items import FOUR_BYTES, NOT_IDS, CountBytes, Unreadable
-from data.prepare.sources import JSON_LINES, NamedFiles
+from data.prepare.items import FOUR_BYTES, CountBytes, Unreadable
+from data.prepare.sources import NamedFiles
 
 _HEADER = 256  # int32
 # Type of the ids by magic and version: ids of GPT-2, and of Llama 3.
@@ -33,13 +33,10 @@ def val_inputs(names: Iterable[str]) -> list[str]:
 
 
 class TokenSource(NamedFiles, defaults="data/tokens"):
-    """Files of token ids: .bin, .npy, or JSON lines of lists.
-
-    A document ends with its end-of-text id, or its list.
-    """
+    """Files of token ids, .bin or .npy. The end-of-text id ends a document."""
 
     usual_val_fraction: ClassVar[float] = 0.005
-    suffixes: ClassVar[tuple[str, ...]] = (".bin", ".npy", *JSON_LINES)
+    suffixes: ClassVar[tuple[str, ...]] = (".bin", ".npy")
 
     name: Literal["tokens"]
     dtype: Literal["uint16", "uint32", "int32", "int64"] | None
@@ -56,21 +53,12 @@ class TokenSource(NamedFiles, defaults="data/tokens"):
         return source
 
     def read(self, path: Path, seen: CountBytes) -> Iterator[Any]:
-        """Yield documents, or lines."""
-        if path.name.lower().endswith(JSON_LINES):
-            yield from super().read(path, seen)
-        elif path.suffix.lower() == ".npy":
+        """Yield documents."""
+        if path.suffix.lower() == ".npy":
             for row in np.atleast_2d(_numpy_array(path)):
                 yield from self._documents(row, seen)
         else:
             yield from self._documents(_shard(path, self.dtype), seen)
-
-    def content_and_set(self, content: Any) -> tuple[Any, str]:
-        """Return ids, or parse a line."""
-        ids, set_name = super().content_and_set(content)
-        if not isinstance(ids, list | np.ndarray):
-            raise Unreadable(NOT_IDS)
-        return ids, set_name
 
     def _documents(self, ids: np.ndarray, seen: CountBytes) -> Iterator[np.ndarray]:
         """Cut ids (N,) after each end of text. Joined, the documents are the ids."""
@@ -101,7 +89,7 @@ def _numpy_array(path: Path) -> np.ndarray:
 def _shard(path: Path, dtype: str | None) -> np.ndarray:
     """Map the ids of a .bin file into memory, (N,). Raises Unreadable."""
     if path.suffix.lower() != ".bin":
-        raise Unreadable("neither .bin, .npy nor JSON lines")
+        raise Unreadable("neither .bin nor .npy")
     size = path.stat().st_size
     start = 0
     magic, version, n_ids = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]

@@ -27,15 +27,9 @@ def learn(dataset_dir: Path, n_vocab: Annotated[int, Field(lt=2**24)], out: Path
 
     Raises:
         UserError: there is no such dataset, n_vocab is less than 257 or more than its text gives,
-        or
             the folder of `out` cannot be made, or `out` exists.
     """
     manifest = read_manifest(dataset_dir)
-    if manifest.tokenizer.name == "none":
-        raise UserError(
-            f"dataset_dir={dataset_dir} has ids without text (tokenizer=none): "
-            "give a dataset of texts"
-        )
     alphabet = sorted(byte_characters().values())
     if n_vocab <= len(alphabet):
         raise UserError(

@@ -23,14 +23,11 @@ def tokenizer_files(tokenizer: Tokenizer, max_len: int | None) -> JsonDict:
     with the characters <|endoftext|> or those of a marker, which Hugging Face reads as that token.
     A word that is a token is never split (ignore_merges), as in tiktoken; padding is on the left,
     so that prompts of several lengths can be continued together. A vocabulary that came as a
-    tokenizer.json stays as it is, but for the markers of a chat model. Ids without text
-    (tokenizer=none) have no files.
+    tokenizer.json stays as it is, but for the markers of a chat model.
 
     Args:
         max_len: the model's maximum number of tokens; None: no limit.
     """
-    if tokenizer.name == "none":
-        return {}
     tokenizer_json, settings = (
         json.loads((_HERE / name).read_text(encoding="utf-8")) for name in _FILES
     )
