@@ -10,6 +10,8 @@ import numpy as np
 from common.files import open_file
 from data.shards import HEADER, RECORD, Manifest, Shard, SplitName, TokenStream, check_file, damaged
 
+_WRONG = "its records are not those of the shard's documents"
+
 
 class Origin(NamedTuple):
     """A document's position in its split, and its origin."""
@@ -64,11 +66,9 @@ def _find(
     begin = int(index["end"][number - 1]) if number else 0
     records = index[number : number + last - first]  # each document has at least one token
     ends = records["end"]
-    problem = wrong_record(records, begin, manifest, shard)
-    if problem is None and not (begin <= first < ends[0] and last <= ends[-1]):
-        problem = "documents are not in order"
-    if problem is not None:
-        raise damaged(dataset_dir / shard.index_file, problem)
+    is_around = begin <= first < ends[0] and last <= ends[-1]
+    if not is_around or not _are_possible(records, begin, manifest, shard):
+        raise damaged(dataset_dir / shard.index_file, _WRONG)
     return records[: np.searchsorted(ends, last) + 1], begin
 
 
@@ -109,36 +109,20 @@ def read_index(dataset_dir: Path, manifest: Manifest, shard: Shard) -> np.ndarra
     path = dataset_dir / file
     check_file(path, size, sha256)
     records = open_index(dataset_dir, shard)
-    problem = wrong_record(records, 0, manifest, shard)
-    if problem is not None:
-        raise damaged(path, problem)
-    end = int(records["end"][-1])
-    if end != shard.tokens:
-        raise damaged(path, f"its last document ends at token {end} of {shard.tokens}")
+    ends_with_shard = int(records["end"][-1]) == shard.tokens
+    if not ends_with_shard or not _are_possible(records, 0, manifest, shard):
+        raise damaged(path, _WRONG)
     return records
 
 
-def wrong_record(records: np.ndarray, begin: int, manifest: Manifest, shard: Shard) -> str | None:
-    """Return why the first invalid record is invalid, or None.
-
-    The first document begins at token `begin`.
-    """
+def _are_possible(records: np.ndarray, begin: int, manifest: Manifest, shard: Shard) -> bool:
+    """Whether records are of documents in order, the first of which begins at token `begin`."""
     ends = records["end"]
-    begins = np.concatenate([np.array([begin], ends.dtype), ends[:-1]])
-    n_inputs = len(manifest.inputs)
-    n_sets = len(shard.sets)
-    checks = (
-        (ends <= begins, "end at token {end}, where it begins or before"),
-        (ends > shard.tokens, f"end at token {{end}} of {shard.tokens}"),
-        (records["input"] >= n_inputs, f"be from input {{input}} of {n_inputs}"),
-        (records["set"] >= n_sets, f"be of set {{set}} of {n_sets}"),
-        (records["number"] == 0, "have the number {number} in its input"),
-    )
-    for is_wrong, description in checks:
-        if is_wrong.any():
-            record = records[is_wrong.argmax()]
-            return "a document is said to " + description.format_map(record)
-    return None
+    begins = np.append(np.array([begin], ends.dtype), ends[:-1])
+    are_in_order = (begins < ends) & (ends <= shard.tokens)
+    have_input = (records["input"] < len(manifest.inputs)) & (records["number"] > 0)
+    have_set = records["set"] < len(shard.sets)
+    return bool((are_in_order & have_input & have_set).all())
 
 
 def sets_between(

@@ -219,9 +219,8 @@ def plain_gradients(
             share = len(ids) / len(token_ids)
             for name, value in gradients(gpt, ids, of_ids, runtime).items():
                 part = value.float() * share
-                total[name] = total[name] + part if name in total else part
-                square = part.norm().square()
-                squares[name] = squares[name] + square if name in squares else square
+                total[name] = total.get(name, 0) + part
+                squares[name] = squares.get(name, 0) + part.norm().square()
     gpt.recompute = recompute
     return total, {name: square.sqrt() for name, square in squares.items()}
 

@@ -44,17 +44,17 @@ def test_the_set_of_every_token(corpus, config, tmp_path, shard_tokens):
 
 
 @pytest.mark.parametrize(
-    ("row", "field", "value", "said"),
+    ("row", "field", "value"),
     [
-        (3, "set", 1, "be of set 1 of 1"),
-        (3, "input", 2**32 - 1, "be from input 4294967295 of 1"),
-        (0, "number", 0, "have the number 0 in its input"),
-        (3, "end", 2, "end at token 2, where it begins or before"),
-        (3, "end", 2**64 - 1, r"end at token \d+, where it begins or before"),
-        (-1, "end", 1, "end at token 1, where it begins or before"),
+        (3, "set", 1),
+        (3, "input", 2**32 - 1),
+        (0, "number", 0),
+        (3, "end", 2),
+        (3, "end", 2**64 - 1),
+        (-1, "end", 1),
     ],
 )
-def test_a_record_that_cannot_be_so_is_refused_at_once(make_stream, tmp_path, row, field, value, said):
+def test_a_record_that_cannot_be_so_is_refused_at_once(make_stream, tmp_path, row, field, value):
     make_stream(*DOCUMENTS)
     manifest = read_manifest(tmp_path)
     path = tmp_path / "train-00000.idx"
@@ -62,7 +62,7 @@ def test_a_record_that_cannot_be_so_is_refused_at_once(make_stream, tmp_path, ro
     records = np.frombuffer(content, RECORD, offset=HEADER.size)
     records[field][row] = value
     path.write_bytes(content)
-    with pytest.raises(UserError, match=rf"train-00000\.idx is damaged: a document is said to {said}: prepare"):
+    with pytest.raises(UserError, match=r"train-00000\.idx is damaged: its records are not .*: prepare"):
         read_all(tmp_path, manifest, "train")
     records[field] = 0 if field == "end" else value
     path.write_bytes(content)
