@@ -3,7 +3,6 @@
 `Prefetch` reads ahead.
 """
 
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -253,8 +252,6 @@ class Prefetch(Iterator[T]):
     """
 
     def __init__(self, items: Iterable[T]) -> None:
-        self.waited = 0.0
-        """Seconds that `next` has taken in total."""
         self._items = iter(items)
         self._ahead: deque[Future[T]] = deque()
         self._thread = ThreadPoolExecutor(1, "prefetch")
@@ -268,9 +265,7 @@ class Prefetch(Iterator[T]):
         self._thread.shutdown(cancel_futures=True)
 
     def __next__(self) -> T:
-        started = time.perf_counter()
         item = self._ahead[0].result()  # an error stays there for the next call
-        self.waited += time.perf_counter() - started
         self._ahead.popleft()
         self._ahead.append(self._thread.submit(next, self._items))
         return item

@@ -40,7 +40,8 @@ _AT_ONCE = 2**13
 """Tokens that plain torch computes at once."""
 _TEXT = 1024
 """Tokens of the text whose logits are compared."""
-LOSS, LOGITS = "the loss", "the logits"
+LOSS = "the loss"
+LOGITS = "the logits"
 
 Gradients = dict[str, Tensor]
 """The loss, and the gradient of each parameter, by name."""
@@ -68,16 +69,12 @@ class Difference(NamedTuple):
     size: float
     """Relative to the tensor's norm; infinity: the form raised an error."""
     name: str
-    """Of the tensor, or the error."""
-    norm: float = math.nan
-    norm_in_plain_torch: float = math.nan
+    """The tensor, or the error."""
+    norms: str = ""
+    """The tensor's norms, for messages."""
 
     def __str__(self) -> str:
-        if math.isnan(self.norm_in_plain_torch):
-            return self.name
-        return (
-            f"{self.name} has norm {self.norm:.4g}, in plain torch {self.norm_in_plain_torch:.4g}"
-        )
+        return self.name + self.norms
 
 
 def bound_of(dtype: torch.dtype) -> float:
@@ -140,8 +137,7 @@ def fastest_right(
             if out_of_memory(error):
                 raise
             local = Difference(math.inf, str(error).strip().partition("\n")[0] or repr(error))
-        everywhere = world.exchange(local)
-        return max((Difference(*values) for values in everywhere), key=lambda it: it.size)
+        return max(world.exchange(local), key=lambda difference: difference.size)
 
     configured = Form(compiled, tuple(sorted(kernels.left_out)))
     kernels.used.clear()
@@ -210,10 +206,11 @@ def plain_gradients(
     either.
     """
     rows = max(1, min(_AT_ONCE // token_ids.shape[1], len(token_ids) // 8))
-    recompute, gpt.recompute = gpt.recompute, "block"
+    recompute = gpt.recompute
+    gpt.recompute = "block"
     total: Gradients = {}
     squares: dict[str, Tensor] = {}
-    with kernels.plain_torch(), _exact_products():
+    with _plain_torch():
         runtime = Runtime(gpt.device, torch.float32)
         for ids, of_ids in zip(token_ids.split(rows), targets.split(rows), strict=True):
             share = len(ids) / len(token_ids)
@@ -239,7 +236,7 @@ def compare(found: Gradients, expected: Gradients, scales: dict[str, Tensor]) ->
     name = [*sizes][int(largest)]
     size = sizes[name].nan_to_num(nan=math.inf)
     norms = torch.stack([size, found[name].float().norm(), expected[name].norm()]).tolist()
-    return Difference(norms[0], name, *norms[1:])
+    return Difference(norms[0], name, f" has norm {norms[1]:.4g}, in plain torch {norms[2]:.4g}")
 
 
 def prove_logits(gpt: GPT, runtime: Runtime, autocast: bool) -> None:
@@ -261,7 +258,7 @@ def prove_logits(gpt: GPT, runtime: Runtime, autocast: bool) -> None:
     ids = torch.randint(n_ids, (1, length), generator=torch.Generator().manual_seed(0))
     ids = ids.to(gpt.device)
     wide = {name: p.float() for name, p in gpt.named_parameters()}
-    with torch.inference_mode(), kernels.plain_torch(), _exact_products():
+    with torch.inference_mode(), _plain_torch():
         expected = {LOGITS: functional_call(gpt, wide, (ids,))}
     norms = {LOGITS: expected[LOGITS].norm()}
 
@@ -293,14 +290,17 @@ def _without_zeros(gpt: GPT) -> Iterator[None]:
 
 
 @contextmanager
-def _exact_products() -> Iterator[None]:
-    """Multiply float32 matrices in float32, not in TF32."""
-    before = torch.get_float32_matmul_precision()
+def _plain_torch() -> Iterator[None]:
+    """Use no kernels, and multiply float32 matrices in float32, not in TF32."""
+    left_out = [*kernels.left_out]
+    precision = torch.get_float32_matmul_precision()
+    kernels.leave_out(kernels.OPERATORS)
     torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        kernels.leave_out(left_out)
+        torch.set_float32_matmul_precision(precision)
 
 
 class Proofs:

@@ -92,7 +92,7 @@ def encode_all(
             if in_this_process:
                 yield _encode(source, tokenizer, batch)
             else:
-                pending.append(_submit(pool, batch))
+                pending.append(pool.submit(_encode_in_worker, batch))
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool:
@@ -118,18 +118,6 @@ def _batches(raws: Iterator[Raw]) -> Iterator[list[Raw]]:
         size += raw.size
     if batch:
         yield batch
-
-
-def _submit(pool: ProcessPoolExecutor, batch: list[Raw]) -> Future[list[Item]]:
-    """Submit items to the workers.
-
-    Workers start here and inherit the blocked SIGINT: Ctrl-C is handled by this process alone.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        return pool.submit(_encode_in_worker, batch)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _encode(source: Source, tokenizer: Tokenizer, batch: list[Raw]) -> list[Item]:
@@ -187,6 +175,7 @@ _of_worker: tuple[Source, Tokenizer]  # of a worker process
 
 def _start_worker(source: Source, tokenizer_file: Path) -> None:
     global _of_worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     _of_worker = source, load_tokenizer(tokenizer_file)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

@@ -61,6 +61,6 @@ def learn(dataset_dir: Path, n_vocab: Annotated[int, Field(lt=2**24)], out: Path
 def _texts(dataset_dir: Path, manifest: Manifest) -> Iterator[str]:
     stream = TokenStream(dataset_dir, manifest, "train")
     tokenizer = load_tokenizer(dataset_dir / TOKENIZER)
-    for document in documents_in(dataset_dir, manifest, "train", 0, stream.n_tokens):
+    for document in documents_in(stream, 0, stream.n_tokens):
         ids = stream.read(document.start, document.stop - 1).tolist()
         yield tokenizer.decode_bytes(ids).decode(errors="replace")

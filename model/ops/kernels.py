@@ -4,9 +4,8 @@ On GPUs "auto" means an operator's kernels, unless they are left out. A run leav
 its proof finds wrong (runtime/proof.py), or all of them with runtime.kernels=false.
 """
 
-import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -46,17 +45,6 @@ def leave_out(operators: Iterable[str]) -> None:
     """
     left_out.clear()
     left_out.update(operators)
-
-
-@contextlib.contextmanager
-def plain_torch() -> Iterator[None]:
-    """Use no kernels within the context."""
-    before = [*left_out]
-    leave_out(OPERATORS)
-    try:
-        yield
-    finally:
-        leave_out(before)
 
 
 @assume_constant_result
