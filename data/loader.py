@@ -46,7 +46,7 @@ class Windows:
         return (self.stream.n_tokens - 1) // self.seq_len
 
     def owners(self) -> np.ndarray:
-        """Return the set of the middle token of each row, (n_rows,)."""
+        """Return the set that most tokens of each row are from, (n_rows,)."""
         return owners_in(self.stream, len(self), self.seq_len)
 
     def spans(self, row: int) -> Spans:

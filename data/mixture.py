@@ -2,18 +2,20 @@
 
 Any step can be computed alone.
 
-owners      A window belongs to the set of its middle token, computed at the start from the indexes
-            of the shards. In memory, a window takes about five bytes, and eight more during the
-            start.
+owners      A window belongs to the set that most of its tokens are from, computed at the start from
+            the indexes of the shards. In memory, a window takes about five bytes, and eight more
+            during the start.
 quotas      Sequences of each set in a period. A set's share of the sequences is its weight times
             the number of its windows, divided by the sum over sets.
-fair_order  The set of each sequence, such that every count is always near its share: a table of one
-            period, after which every count equals its share and the order repeats.
+fair_order  The set of each sequence, such that every count is always less than 1 off its share: a
+            table of one period, after which every count equals its share and the order repeats.
 shuffled    The window of a set's n-th draw: each window once before any repeats, in a new order
             every time.
 """
 
+import heapq
 import math
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from typing import Annotated, Literal
 
@@ -21,6 +23,7 @@ import numpy as np
 from pydantic import Field
 
 from common.console import Track
+from common.numbers import ceil_div
 from common.settings import Settings, UserError
 from data.documents import document_ends
 from data.permutation import shuffled
@@ -43,7 +46,8 @@ class DataConfig(Settings, defaults="train:data"):
 
     A set's share of the sequences is its weight times its windows, divided by the sum of that over
     all sets. Sets that are not named have weight 1; 0 leaves a set out. A window of seq_len tokens
-    belongs to the set of its middle token. null: the corpus as it is, every window once an epoch.
+    belongs to the set that most of its tokens are from. null: the corpus as it is, every window
+    once an epoch.
     """
     document_reset: bool
     """Whether the documents of a window don't see each other. Conversations never do.
@@ -92,8 +96,8 @@ class Mixture:
         for name, weight in weights.items():
             if weight and not sizes[name]:
                 raise UserError(
-                    f"data.mixture gives {name!r} the weight {weight:g}, but no window has its "
-                    "middle in it: lower seq_len, raise it if no answer fits, or leave it out"
+                    f"data.mixture gives {name!r} the weight {weight:g}, but no window consists "
+                    "mostly of it: lower seq_len, raise it if no answer fits, or leave it out"
                 )
         amounts = [Fraction(str(weights.get(name, 1))) * size for name, size in sizes.items()]
         if not any(amounts):
@@ -139,21 +143,53 @@ def check_sets(stream: TokenStream, weights: Weights) -> None:
 
 
 def owners_in(stream: TokenStream, n_windows: int, seq_len: int) -> np.ndarray:
-    """Return the set of the middle token of each window of a split, (n_windows,).
+    """Return the set that most tokens of each window of a split are from, (n_windows,).
 
     Raises:
         UserError: an index is damaged.
     """
-    middles = np.arange(n_windows) * seq_len + seq_len // 2
-    owners = np.empty(n_windows, np.min_scalar_type(len(stream.manifest.set_names)))
     n_documents = stream.manifest.splits[stream.split].total.documents
-    start = 0
     with Track("finding the sets of windows, documents", n_documents) as track:
-        for ends, sets in document_ends(stream):
-            stop = int(np.searchsorted(middles, ends[-1]))
-            owners[start:stop] = sets[np.searchsorted(ends, middles[start:stop], side="right")]
-            start = stop
-            track.advance(ends.size)
+
+        def documents() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+            for ends, sets in document_ends(stream):
+                yield ends, sets
+                track.advance(ends.size)
+
+        return owners_of_windows(documents(), len(stream.manifest.set_names), n_windows, seq_len)
+
+
+def owners_of_windows(
+    documents: Iterable[tuple[np.ndarray, np.ndarray]], n_sets: int, n_windows: int, seq_len: int
+) -> np.ndarray:
+    """Return the set that most tokens of each window are from, (n_windows,).
+
+    Of sets with equally many tokens, it is the one with the highest number.
+
+    Args:
+        documents: ends (n,), in tokens from the first, and sets (n,) of documents in order, int64,
+            many at a time.
+    """
+    owners = np.empty(n_windows, np.uint8 if n_sets <= 2**8 else np.uint16)
+    # Rows of (window * n_sets + set, tokens), for the window in which the last documents end.
+    unfinished = np.empty((0, 2), np.int64)
+    begin = 0
+    for ends, sets in documents:
+        borders = np.arange((begin // seq_len + 1) * seq_len, ends[-1], seq_len)
+        # Between two cuts, all tokens are of one document and one window.
+        cuts = np.union1d(ends, borders)
+        sizes = np.diff(cuts, prepend=begin)
+        windows = (cuts - 1) // seq_len
+        pairs = windows * n_sets + sets[np.searchsorted(ends, cuts)]
+        overlaps = np.concatenate([unfinished, np.stack([pairs, sizes], axis=1)])
+        unfinished = overlaps[overlaps[:, 0] // n_sets == windows[-1]]
+        pairs, index = np.unique(overlaps[:, 0], return_inverse=True)
+        tokens_of_pair = np.bincount(index, weights=overlaps[:, 1])
+        pairs = pairs[np.argsort(tokens_of_pair, kind="stable")]
+        pairs = pairs[pairs < n_windows * n_sets]
+        # The largest set of a window comes last and remains.
+        owners[pairs // n_sets] = pairs % n_sets
+        begin = int(ends[-1])
     return owners
 
 
@@ -173,16 +209,33 @@ def whole_quotas(amounts: list[Fraction]) -> list[int]:
 
 
 def fair_order(quotas: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Order sum(quotas) draws, quotas[s] of them from set s, at equal distances from each other.
+    """Order sum(quotas) draws, quotas[s] of them from set s: each set has its share at any time.
 
-    After any n draws, the count of s is at most (1 + S share) / 2 off its share of n, with S sets:
-    up to any point in time, each count is rounded to the nearest integer.
+    After any n draws, the count of s is n * quotas[s] / sum(quotas) rounded up or down: the j-th
+    draw of s, from 0, must not come before its share exceeds j, nor after it reaches j + 1. Of the
+    draws that may come, the one with the earliest deadline comes first, and none is late. Such an
+    order exists (Tijdeman, The chairman assignment problem, 1980), and this rule finds it if it
+    exists (Glover, Maximum matching in a convex bipartite graph, 1967).
 
     Returns:
         the set of each draw, and the number of earlier draws of this set.
     """
-    sets = np.repeat(np.arange(len(quotas)), quotas)
-    ranks = np.concatenate([np.arange(quota) for quota in quotas])
-    times = (ranks + 0.5) / np.array(quotas)[sets]
-    order = np.argsort(times, kind="stable")
-    return sets[order], ranks[order]
+    total = sum(quotas)
+    order = np.empty(total, np.int64)
+    rank = np.empty(total, np.int64)
+    # Entries are (place, set, draws of it so far). The next draw of a set waits until its earliest
+    # place, and is then due before its deadline.
+    waiting = [(0, number, 0) for number, quota in enumerate(quotas) if quota]
+    due: list[tuple[int, int, int]] = []
+    for place in range(total):
+        while waiting and waiting[0][0] <= place:
+            _, number, n_drawn = heapq.heappop(waiting)
+            deadline = ceil_div((n_drawn + 1) * total, quotas[number])
+            heapq.heappush(due, (deadline, number, n_drawn))
+        _, number, n_drawn = heapq.heappop(due)
+        order[place] = number
+        rank[place] = n_drawn
+        n_drawn += 1
+        if n_drawn < quotas[number]:
+            heapq.heappush(waiting, (n_drawn * total // quotas[number], number, n_drawn))
+    return order, rank

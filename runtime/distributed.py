@@ -155,8 +155,8 @@ class World:
             m.weight for block in gpt.blocks for m in block.modules() if isinstance(m, nn.Linear)
         }
         shard(gpt, ignored_params=matrices)
-        sums = torch.promote_types(dtype, torch.float32)
-        policy = MixedPrecisionPolicy(dtype, sums, cast_forward_inputs=False)
+        sum_dtype = torch.promote_types(dtype, torch.float32)
+        policy = MixedPrecisionPolicy(dtype, sum_dtype, cast_forward_inputs=False)
         for block in gpt.blocks:
             shard(block, ignored_params=set(block.parameters()) - matrices, mp_policy=policy)
         # Methods that are called besides forward().
@@ -207,7 +207,7 @@ class World:
 
 
 def _is_sharded(tensor: Any) -> "TypeGuard[DTensor]":
-    """Whether it is a DTensor; to import that class takes a second, which only fsdp needs."""
+    """Whether it is a DTensor. Importing that class takes a second, and only fsdp needs it."""
     return hasattr(tensor, "full_tensor")
 
 

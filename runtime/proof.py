@@ -100,11 +100,11 @@ def prove_gradients(
         compile_blocks(gpt, False)
         expected, scales = plain_gradients(gpt, ids, targets)
 
-        def difference(form: Form) -> Difference:
+        def difference_of(form: Form) -> Difference:
             use(gpt, form)
             return compare(gradients(gpt, ids, targets, runtime), expected, scales)
 
-        form, largest = fastest_right(difference, compiled, runtime.dtype, world)
+        form, largest = fastest_right(difference_of, compiled, runtime.dtype, world)
     use(gpt, form)
     sequences = count(len(ids), "sequence")
     say(
@@ -115,13 +115,13 @@ def prove_gradients(
 
 
 def fastest_right(
-    difference: Callable[[Form], Difference], compiled: bool, dtype: torch.dtype, world: World
+    difference_of: Callable[[Form], Difference], compiled: bool, dtype: torch.dtype, world: World
 ) -> tuple[Form, Difference]:
     """Return the fastest form that is right in all processes, and its largest difference. Warn of
     what is wrong.
 
     Args:
-        difference: of a form from plain torch, in this process.
+        difference_of: compares a form with plain torch, in this process.
         compiled: whether the configured form is compiled.
         dtype: of the run.
 
@@ -132,7 +132,7 @@ def fastest_right(
 
     def largest(form: Form) -> Difference:
         try:
-            local = difference(form)
+            local = difference_of(form)
         except Exception as error:  # compilers raise errors of any kind
             if out_of_memory(error):
                 raise
@@ -146,18 +146,20 @@ def fastest_right(
         return configured, first
     for left_out in _candidates():
         form = Form(False, (*configured.left_out, *left_out))
-        found = largest(form)
-        if found.size <= allowed:
+        difference = largest(form)
+        if difference.size <= allowed:
             break
     else:
-        what = f"{first}, and without kernels and compilation {found}"
+        what = f"{first}, and without kernels and compilation {difference}"
         raise UserError(f"{what}: use runtime.dtype=float32, or runtime.proof=false to go on")
     if compiled and form.left_out:
-        faster = largest(form._replace(compiled=True))
-        if faster.size <= allowed:
-            form, found = form._replace(compiled=True), faster
+        faster_form = form._replace(compiled=True)
+        faster_difference = largest(faster_form)
+        if faster_difference.size <= allowed:
+            form = faster_form
+            difference = faster_difference
     warn(f"{first}: this goes on without {form.lacks(configured)}, which is slower")
-    return form, found
+    return form, difference
 
 
 def _candidates() -> Iterator[tuple[str, ...]]:
@@ -187,13 +189,13 @@ def gradients(gpt: GPT, token_ids: Tensor, targets: Tensor, runtime: Runtime) ->
         loss = gpt.summed_loss(token_ids, targets) / targets.numel()
     named = dict(gpt.named_parameters())
     grads = torch.autograd.grad(loss, [*named.values()], materialize_grads=True)
-    found = {LOSS: loss.detach()} | dict(zip(named, grads, strict=True))
+    results = {LOSS: loss.detach()} | dict(zip(named, grads, strict=True))
     for name, module in gpt.named_modules():
         if isinstance(module, FusedLinear):
-            fused = found.pop(f"{name}.weight")
+            fused = results.pop(f"{name}.weight")
             for i, matrix in enumerate(module.split(fused)):
-                found[f"{name}.weight[{i}]"] = matrix
-    return found
+                results[f"{name}.weight[{i}]"] = matrix
+    return results
 
 
 def plain_gradients(
@@ -222,12 +224,12 @@ def plain_gradients(
     return total, {name: square.sqrt() for name, square in squares.items()}
 
 
-def compare(found: Gradients, expected: Gradients, scales: dict[str, Tensor]) -> Difference:
+def compare(actual: Gradients, expected: Gradients, scales: dict[str, Tensor]) -> Difference:
     """Return the largest difference, relative to the scale of each tensor."""
     scale = {name: scales[name].maximum(value.norm()) for name, value in expected.items()}
     whole = torch.stack([scale[name] for name in scale if name != LOSS]).norm()
     sizes = {
-        name: (found[name].float() - value).norm() / scale[name].maximum(SMALL * whole)
+        name: (actual[name].float() - value).norm() / scale[name].maximum(SMALL * whole)
         for name, value in expected.items()
     }
     if LOSS in sizes:
@@ -235,7 +237,7 @@ def compare(found: Gradients, expected: Gradients, scales: dict[str, Tensor]) ->
     largest = torch.stack([*sizes.values()]).nan_to_num(nan=math.inf).argmax()
     name = [*sizes][int(largest)]
     size = sizes[name].nan_to_num(nan=math.inf)
-    norms = torch.stack([size, found[name].float().norm(), expected[name].norm()]).tolist()
+    norms = torch.stack([size, actual[name].float().norm(), expected[name].norm()]).tolist()
     return Difference(norms[0], name, f" has norm {norms[1]:.4g}, in plain torch {norms[2]:.4g}")
 
 
@@ -262,12 +264,12 @@ def prove_logits(gpt: GPT, runtime: Runtime, autocast: bool) -> None:
         expected = {LOGITS: functional_call(gpt, wide, (ids,))}
     norms = {LOGITS: expected[LOGITS].norm()}
 
-    def difference(form: Form) -> Difference:
+    def difference_of(form: Form) -> Difference:
         use(gpt, form)
         with torch.inference_mode(), runtime.autocast() if autocast else nullcontext():
             return compare({LOGITS: gpt(ids)}, expected, norms)
 
-    form, _ = fastest_right(difference, False, runtime.dtype, World(gpt.device))
+    form, _ = fastest_right(difference_of, False, runtime.dtype, World(gpt.device))
     use(gpt, form)
     proofs.write(form, {"logits": True})
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from common.numbers import ceil_div
 from model.attention import AttentionConfig
+from model.attention.softmax import SoftmaxConfig
 from model.gpt import GPT, GPTConfig
 from model.layers import Recompute
 from model.ops import linear_cross_entropy
@@ -103,9 +104,8 @@ def step_memory(
 
     most = linear_cross_entropy.CHUNK[runtime.device.type] // narrow
     logits = V * min(n_tokens, max(1, most // V))
-    in_float32 = (
-        3 * min(logits, most // linear_cross_entropy.ROW_CHUNKS[runtime.device.type]) * wide
-    )
+    most_in_float32 = most // linear_cross_entropy.ROW_CHUNKS[runtime.device.type]
+    in_float32 = 3 * min(logits, most_in_float32) * wide
     # The weight, and its gradient, in the type of products.
     loss = logits * narrow + copy + max(copy, in_float32)
     # Gradients, input and product.
@@ -176,8 +176,9 @@ def _without_kernel(layer: AttentionConfig) -> AttentionConfig:
 
     All kernels except torch's math kernel keep the same tensors.
     """
-    fused = getattr(layer, "kernel", "math") != "math"
-    return layer.model_copy(update={"kernel": "auto"}) if fused else layer
+    if isinstance(layer, SoftmaxConfig) and layer.kernel != "math":
+        return layer.model_copy(update={"kernel": "auto"})
+    return layer
 
 
 @cache

@@ -224,7 +224,9 @@ def prove(run: Run) -> None:
 
     With fsdp, a process has no gradient of its own: the main process proves a model of two blocks.
     """
-    config, world, gpt = run.config, run.world, run.gpt
+    config = run.config
+    world = run.world
+    gpt = run.gpt
     options: JsonDict = {
         **config.runtime.model_dump(mode="json", include={"kernels", "recompute", "strategy"}),
         "compile": compiles(config.runtime, run.runtime),
@@ -237,9 +239,10 @@ def prove(run: Run) -> None:
         use(gpt, Form(*known[0]))
         return
     first = run.group.index * config.batch_size // run.group.count
-    arrays = run.batches.batch(run.state.step, first, first + run.micro_batch)
+    batch = run.batches.batch(run.state.step, first, first + run.micro_batch)
     length = config.seq_len // run.group.size
-    token_ids, targets = [torch.from_numpy(ids[:, :length]) for ids in arrays]
+    token_ids = torch.from_numpy(batch[0][:, :length])
+    targets = torch.from_numpy(batch[1][:, :length])
     if not (targets >= 0).any():  # a question without its answer has no gradient
         targets = token_ids.roll(-1, 1)
     if config.runtime.strategy == "ddp":
@@ -251,8 +254,9 @@ def prove(run: Run) -> None:
             small = GPT(config.model.model_copy(update={"n_layer": n_layer}), gpt.eot_id)
             small.to(world.device).recompute = config.runtime.recompute
             alone = World(world.device)
-            batch = token_ids, targets
-            proved = prove_gradients(small, *batch, run.runtime, alone, options["compile"])
+            proved = prove_gradients(
+                small, token_ids, targets, run.runtime, alone, options["compile"]
+            )
         form = Form(*world.exchange(proved)[0])
         use(gpt, form)
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of each machine

@@ -170,13 +170,13 @@ def _split_ids(
     return documents
 
 
-_of_worker: tuple[Source, Tokenizer]  # of a worker process
+_worker_state: tuple[Source, Tokenizer]  # of a worker process
 
 
 def _start_worker(source: Source, tokenizer_file: Path) -> None:
-    global _of_worker
+    global _worker_state
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    _of_worker = source, load_tokenizer(tokenizer_file)
+    _worker_state = source, load_tokenizer(tokenizer_file)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -189,5 +189,5 @@ def _end_with_parent() -> None:
 
 
 def _encode_in_worker(batch: list[Raw]) -> list[Item]:
-    source, tokenizer = _of_worker
+    source, tokenizer = _worker_state
     return _encode(source, tokenizer, batch)

@@ -261,14 +261,14 @@ class NamedFiles(FileSource):
                 for file in files
                 if file.lower().endswith(self.suffixes) or os.path.isdir(file)
             ]
-        without = some_of([f"{path} ({kind})" for path, kind in left_out.items()])
+        listed = some_of([f"{path} ({kind})" for path, kind in left_out.items()])
         if not files:
             reason = f"data.path={pattern} matches no file that data={self.name} reads"
-            if without:
-                reason += f"; left out: {without}"
+            if listed:
+                reason += f"; left out: {listed}"
             raise UserError(f"{reason}: give a file, a folder, or a glob such as 'folder/**/*.txt'")
-        if without:
-            say(f"left out of data.path={pattern}: {without}")
+        if listed:
+            say(f"left out of data.path={pattern}: {listed}")
         return files
 
     def path_of(self, name: str) -> Path:

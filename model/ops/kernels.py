@@ -95,7 +95,8 @@ def choose_form(
     if backend not in forms:
         choices = ", ".join(forms)
         raise ValueError(f"backend={backend!r} does not exist: choose one of auto, {choices}")
-    if backend == fast and (reason := why_not(*facts)):
+    reason = why_not(*facts) if backend == fast else None
+    if reason is not None:
         raise ValueError(
             f"backend={backend!r} {reason}; use backend={plain!r}, which runs everywhere"
         )
@@ -121,7 +122,8 @@ def _fastest(
     """Choose the form of an operator. On a GPU, say the choice once."""
     if not has_kernels(device) or operator in left_out or dtype == torch.float64:
         return plain
-    if reason := why_not(device, index, dtype, size):
+    reason = why_not(device, index, dtype, size)
+    if reason is not None:
         say_once(f"{operator} uses {plain}, which is slower: {fast} {reason}")
         return plain
     used.add(operator)

@@ -128,8 +128,9 @@ def split_signs(log_abs_v: Tensor, sign_v: Tensor) -> Tensor:
 @assume_constant_result
 def _why_not_triton(device: str, index: int | None, dtype: torch.dtype, d_k: int) -> str | None:
     """Return why the kernels cannot run, or None if they can."""
-    if why_not := why_not_triton(device, index, dtype):
-        return why_not
+    reason = why_not_triton(device, index, dtype)
+    if reason is not None:
+        return reason
     if d_k > 128:
         return f"supports up to 128 key features a head, not {d_k}: use more heads"
     if os.environ.get("TRITON_INTERPRET") == "1":
