@@ -37,7 +37,7 @@ NOT_JSON = "malformed JSON"
 NOT_UTF8 = "invalid UTF-8"
 BINARY = "binary data"
 ARRAY = "JSON array"
-FOUR_BYTES = "seems to hold ids of 4 or 8 bytes"
+NO_HEADER = "ids without a header"
 OUT_OF_RANGE = "id out of range"
 LONG_LINE = "line too long"
 LONG_WINDOW = "zstd window above 128 MB"
@@ -54,7 +54,7 @@ REMEDIES = {
     NO_ROLE: 'write each as {"role": "user", "content": "Hello"}',
     ARRAY: "write one object a line, or use data=hf data.path=json data.data_files=FILE "
     "data.text_field=KEY",
-    FOUR_BYTES: "give data.dtype=uint32 or int64, or data.dtype=uint16 if they have 2 bytes",
+    NO_HEADER: "give their type, such as data.dtype=uint16 for nanoGPT's",
     OUT_OF_RANGE: "give the tokenizer and the data.dtype that made the ids",
     LONG_LINE: "write one object a line, as jq -c '.[]' does",
     LONG_WINDOW: "decompress the archive with zstd -d --long=31",

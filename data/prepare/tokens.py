@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from data.prepare.items import FOUR_BYTES, CountBytes, Unreadable
+from data.prepare.items import NO_HEADER, CountBytes, Unreadable
 from data.prepare.sources import NamedFiles
 
 _HEADER = 256  # int32
@@ -21,7 +21,6 @@ _FORMATS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 _MAGICS = {*(magic for magic, _ in _FORMATS), 20240522}  # the last: llm.c's evaluation files
 # Ids of a document. A stream without end is cut, so that little of it is in memory.
 _LONGEST = 2**22
-_FEW = 64  # in fewer ids, small ones may stand in every second place by chance
 _VALIDATION = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])")  # in the name of a file
 
 
@@ -40,10 +39,7 @@ class TokenSource(NamedFiles, defaults="data/tokens"):
 
     name: Literal["tokens"]
     dtype: Literal["uint16", "uint32", "int32", "int64"] | None
-    """Type of the ids in .bin files without a header.
-
-    null: uint16, and files that look like another are refused.
-    """
+    """Type of the ids in .bin files without a header; null: such files are refused."""
     _eot_id: int = -1
 
     def ended_by(self, eot_id: int) -> "TokenSource":
@@ -100,22 +96,12 @@ def _shard(path: Path, dtype: str | None) -> np.ndarray:
         start = 4 * _HEADER
         if size != start + n_ids * kind.itemsize:
             raise Unreadable("header does not match the file's size")
+    elif dtype is None:
+        raise Unreadable(NO_HEADER)
     else:
-        kind = np.dtype(dtype or "uint16").newbyteorder("<")
+        kind = np.dtype(dtype).newbyteorder("<")
         if size % kind.itemsize:
             raise Unreadable(f"size is not a multiple of {kind.itemsize} bytes")
     if size == start:
         return np.empty(0, kind)  # nothing can be mapped
-    ids = np.memmap(path, kind, "r", start)
-    if start == 0 and dtype is None and _have_four_bytes(ids):
-        raise Unreadable(FOUR_BYTES)
-    return ids
-
-
-def _have_four_bytes(ids: np.ndarray) -> bool:
-    """Whether uint16 (N,) look like halves of larger ids: every second one is small."""
-    if ids.size < _FEW:
-        return False
-    columns = ids[: min(2**16, ids.size // 4 * 4)].reshape(-1, 4)
-    small = (columns <= 3).mean(axis=0)
-    return bool(small[0] < 0.5 and small[1] > 0.9 and small[3] > 0.9)
+    return np.memmap(path, kind, "r", start)

@@ -6,7 +6,7 @@ import pytest
 from common.settings import UserError, decode
 from data.loader import EvalWindows
 from data.prepare.dataset import PrepareConfig, prepare
-from data.prepare.items import FOUR_BYTES, OUT_OF_RANGE, REMEDIES
+from data.prepare.items import OUT_OF_RANGE
 from data.prepare.verify import verify
 from data.shards import TokenStream, read_manifest
 
@@ -33,7 +33,7 @@ def nano_gpt(path, ids):
 
 def prepared(tmp_path, **changes):
     raw = {
-        "data": {"name": "tokens", "path": str(tmp_path / "in"), **changes.pop("data", {})},
+        "data": {"name": "tokens", "path": str(tmp_path / "in"), "dtype": "uint16"} | changes.pop("data", {}),
         "tokenizer": {"name": "bytes"},
     }
     prepare(decode(PrepareConfig, raw | {"out_dir": str(tmp_path / "out"), "workers": 1} | changes))
@@ -119,7 +119,6 @@ WHOLE = of(1, 2, END)
         ("a.bin", b"", "empty file", 1),
         ("a.bin", header(20240520, 1, 4) + WHOLE, "header does not match the file's size", 1),
         ("a.bin", header(20240522, 1, 3) + WHOLE, "a header of another version, or not of tokens", 1),
-        ("a.bin", np.arange(64, dtype=np.uint32).tobytes(), FOUR_BYTES, 1),
         ("a.npy", b"\x93NUMPY\x01\x00", "damaged .npy file, or not of numbers", 1),
     ],
 )
@@ -134,10 +133,13 @@ def test_what_is_no_token_file_is_counted(tmp_path, folder, name, content, reaso
         prepared(tmp_path, out_dir=str(tmp_path / "other"), on_error="stop")
 
 
-def test_four_bytes_can_be_said(tmp_path, folder):
+def test_the_type_of_ids_without_a_header_is_given(tmp_path, folder):
     for split in ("train", "val"):
         np.arange(END, dtype=np.uint32).tofile(folder / f"{split}.bin")
     assert prepared(tmp_path, data={"dtype": "uint32"})[1] == {"train": [*range(N)], "val": [*range(N)]}  # END is added
-    assert "data.dtype=uint32" in REMEDIES[FOUR_BYTES]
-    with pytest.raises(UserError, match=r"give the tokenizer and the data\.dtype that made the ids"):
-        prepared(tmp_path, data={"dtype": "int64"}, out_dir=str(tmp_path / "wrong"))
+    for dtype, remedy in (
+        (None, r"data\.dtype=uint16"),
+        ("int64", r"the tokenizer and the data\.dtype that made the ids"),
+    ):
+        with pytest.raises(UserError, match=f"give .*{remedy}"):
+            prepared(tmp_path, data={"dtype": dtype}, out_dir=str(tmp_path / "wrong"))
