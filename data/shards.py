@@ -152,8 +152,7 @@ class Manifest(Strict):
                 file = shard_file(name, i)
                 if shard.file != file:
                     raise ValueError(f"shard {i} of {name} is {shard.file!r}, must be {file!r}")
-                is_unique = len({*shard.sets}) == len(shard.sets)
-                if not is_unique or max(shard.sets, default=0) >= len(self.set_names):
+                if max(shard.sets, default=0) >= len(self.set_names):
                     raise ValueError(
                         f"shard {shard.file} has the sets {shard.sets} of {len(self.set_names)}"
                     )

@@ -126,8 +126,10 @@ def read_hf_tokenizer(path: Path) -> HFTokenizer:
                 token["special"] = True
         return HFTokenizer(raw)
     except UserError as error:
-        remedy = "give a tokenizer.json, such as scripts/train_tokenizer.py makes"
-        raise UserError(f"tokenizer.path={path} cannot be used: {error}; {remedy}") from None
+        raise UserError(
+            f"tokenizer.path={path} cannot be used: {error}; give a tokenizer.json, such as "
+            "scripts/train_tokenizer.py makes"
+        ) from None
 
 
 def _backend(raw: Any) -> Backend:

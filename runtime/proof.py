@@ -150,8 +150,10 @@ def fastest_right(
         if difference.size <= allowed:
             break
     else:
-        what = f"{first}, and without kernels and compilation {difference}"
-        raise UserError(f"{what}: use runtime.dtype=float32, or runtime.proof=false to go on")
+        raise UserError(
+            f"{first}, and without kernels and compilation {difference}: "
+            "use runtime.dtype=float32, or runtime.proof=false to go on"
+        )
     if compiled and form.left_out:
         faster_form = form._replace(compiled=True)
         faster_difference = largest(faster_form)

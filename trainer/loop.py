@@ -197,8 +197,10 @@ def take_step(
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        what = f"out of memory in step {step} with micro-batches of {run.micro_batch} sequences"
-        raise UserError(f"{what}: lower runtime.micro_batch") from error
+        raise UserError(
+            f"out of memory in step {step} with micro-batches of {run.micro_batch} sequences: "
+            "lower runtime.micro_batch"
+        ) from error
     if result is None:
         return None
     if result.refused is not None:
@@ -227,8 +229,9 @@ def _skip(run: Run, reason: str) -> JsonDict:
         remedy = f"lower optim.max_lr={config.optim.max_lr:g}, or see runtime.on_nonfinite"
         remedy += ", and start again"
         look = f"scripts/inspect_dataset.py run_dir={config.run_dir} step={step} shows what it read"
-        what = f"step {step}: {reason}{often}; the weights are unchanged"
-        raise UserError(f"{what}: {remedy}; {look}")
+        raise UserError(
+            f"step {step}: {reason}{often}; the weights are unchanged: {remedy}; {look}"
+        )
     warn(f"skipping step {step}: {reason}")
     run.update(step=step, skipped_steps={**run.state.skipped_steps, step: reason})
     return _line(run, event="skipped", reason=reason)
@@ -286,8 +289,9 @@ def _evaluate(run: Run, records: Records) -> bool:
         run.gpt, run.windows, byte_lengths, run.micro_batch, run.runtime, run.world, chunk
     )
     if not math.isfinite(loss.nats):
-        what = f"step {step}: validation loss is {loss.nats}"
-        raise UserError(f"{what}: lower optim.max_lr, and start again")
+        raise UserError(
+            f"step {step}: validation loss is {loss.nats}: lower optim.max_lr, and start again"
+        )
     if config.eval.prompt is not None:
         text = sample(
             run.gpt, config.eval.prompt, run.tokenizer, run.runtime, run.world, config.seed

@@ -32,8 +32,10 @@ def read_prompt(prompt: str, tokenizer: Tokenizer, max_len: int | None) -> tuple
     else:
         ids += tokenizer.encode(prompt)
     if max_len is not None and len(ids) > max_len:
-        what = f"eval.prompt has {len(ids)} tokens, more than the model's {max_len} positions"
-        raise UserError(f"{what}: shorten it")
+        raise UserError(
+            f"eval.prompt has {len(ids)} tokens, more than the model's {max_len} positions: "
+            "shorten it"
+        )
     return prompt, ids
 
 

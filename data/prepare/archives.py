@@ -14,10 +14,10 @@ import orjson
 from common.files import open_file
 from data.prepare.items import BINARY, LONG_WINDOW, NOT_JSON, NOT_UTF8, CountBytes, Unreadable
 
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+COMPRESSED = (".gz", ".zst")
 LONGEST_LINE = 2**28
 _READ_BYTES = 2**20
-# Small, because a hostile archive can unpack to 30,000 times its size, .bz2 to a million times.
+# Small, because a hostile archive can unpack to 30,000 times its size.
 _PACKED_BYTES = 4_096
 # Of what a read unpacks to; small enough to split even if it is nothing but newlines.
 _CHUNK_BYTES = 2**21
@@ -115,14 +115,6 @@ def _content(path: Path, seen: CountBytes) -> Iterator[bytes]:
         )
     if suffix == ".gz":
         return _decompressed(read(_PACKED_BYTES), lambda: zlib.decompressobj(wbits=31), zlib.error)
-    if suffix == ".bz2":
-        import bz2  # not in every Python
-
-        return _decompressed(read(_PACKED_BYTES // 64), bz2.BZ2Decompressor, OSError)
-    if suffix == ".xz":
-        import lzma  # not in every Python
-
-        return _decompressed(read(_PACKED_BYTES), lzma.LZMADecompressor, lzma.LZMAError)
     return read(_READ_BYTES)
 
 
@@ -138,7 +130,7 @@ def _decompressed(
 ) -> Iterator[bytes]:
     """Decompress an archive.
 
-    It may hold several frames (.zst), members (.gz) or streams (.bz2, .xz) in a row.
+    It may hold several frames (.zst) or members (.gz) in a row.
     """
     frame = None
     for chunk in chunks:

@@ -189,5 +189,4 @@ def _end_with_parent() -> None:
 
 
 def _encode_in_worker(batch: list[Raw]) -> list[Item]:
-    source, tokenizer = _worker_state
-    return _encode(source, tokenizer, batch)
+    return _encode(*_worker_state, batch)

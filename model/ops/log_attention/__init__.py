@@ -157,13 +157,17 @@ def _check_shapes(
     if 0 in q.shape or 0 in log_v.shape:
         raise ValueError(f"{shapes}: every dimension must be at least 1")
     if causal and q.shape[2] != k.shape[2]:
-        needs = "causal attention needs as many queries as keys"
-        raise ValueError(f"{shapes}: {needs}; pass causal=False for T != S")
+        raise ValueError(
+            f"{shapes}: causal attention needs as many queries as keys; pass causal=False for T "
+            "!= S"
+        )
     if state is not None:
         log_s = tuple(state.log_s.shape)
         log_z = tuple(state.log_z.shape)
         expected_z = (*q.shape[:2], q.shape[3])
         expected_s = (*expected_z, log_v.shape[3])
         if (log_s, log_z) != (expected_s, expected_z):
-            has = f"state has log_s {log_s} and log_z {log_z}"
-            raise ValueError(f"{has}: for {shapes} they must be {expected_s} and {expected_z}")
+            raise ValueError(
+                f"state has log_s {log_s} and log_z {log_z}: "
+                f"for {shapes} they must be {expected_s} and {expected_z}"
+            )
