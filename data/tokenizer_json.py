@@ -42,7 +42,7 @@ _SPECIAL = {
     "rstrip": False,
     "normalized": False,
 }
-# What cuts texts, or adds to them.
+# Settings that cut texts, or add to them.
 _LEFT_OUT = {"truncation": None, "padding": None, "post_processor": None}
 
 

@@ -375,11 +375,11 @@ def restore(
     """
     state = checkpoint.state
     _check_same_run(checkpoint.path, state, fresh)
-    for file, of_run in tensors.items():
-        expected = {name: (value.shape, (value.dtype,)) for name, value in of_run.items()}
-        stored = checkpoint.tensors(file, expected, world.rows(of_run))
+    for file, run_tensors in tensors.items():
+        expected = {name: (value.shape, (value.dtype,)) for name, value in run_tensors.items()}
+        stored = checkpoint.tensors(file, expected, world.rows(run_tensors))
         with torch.no_grad():
-            for name, value in of_run.items():
+            for name, value in run_tensors.items():
                 world.local(value).copy_(stored[name])
     expected_states = random_tensors(state.processes, state.device)
     random_states = checkpoint.tensors("random", expected_states)[RANDOM]
@@ -433,8 +433,8 @@ def save_checkpoint(
             sync_directory(folder)
         _clear(beside)
         beside.mkdir()
-        for name, of_file in tensors.items():
-            save_file(dict(of_file), beside / f"{name}.safetensors")
+        for name, file_tensors in tensors.items():
+            save_file(dict(file_tensors), beside / f"{name}.safetensors")
         save_tokenizer(tokenizer, beside / "tokenizer.json")
         write_json(beside / "state.json", state.model_dump(mode="json"))
         sums = {file: sha256_file(beside / file) for file in _FILES}

@@ -331,8 +331,8 @@ def _exchange_in(store: dist.Store, rank: int, size: int, value: Any) -> list[An
 
 def _refuse_differences(values: list[JsonDict]) -> None:
     """Raise UserError if a process has other values than process 0."""
-    for rank, of_rank in enumerate(values):
-        differing = differences(values[0], of_rank)
+    for rank, rank_values in enumerate(values):
+        differing = differences(values[0], rank_values)
         if differing:
             listed = ", ".join(
                 f"{key}={here} (process 0: {there})" for key, (there, here) in differing.items()

@@ -326,7 +326,7 @@ class Proofs:
         self._path = cache_folder() / f"{key}.json"
 
     def read(self, options: JsonDict | None = None) -> Form | None:
-        """The form that was proved, with these options if any are given."""
+        """Return the form that was proved, with these options if any are given."""
         try:
             kept = read_json(self._path)
             if options is not None and kept["options"] != options:

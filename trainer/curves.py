@@ -91,18 +91,18 @@ class RunCurves:
                 self.samples.append((line["step"], line["sample"]))
 
 
-def draw_losses(curves: RunCurves, path: Path, name: str, of: str = "") -> None:
+def draw_losses(curves: RunCurves, path: Path, name: str, suffix: str = "") -> None:
     """Draw training and validation loss over tokens into a PNG file. A failure is a warning.
 
     Args:
-        of: what the loss is of, " on answers" or nothing.
+        suffix: what follows the word loss: " on answers" or nothing.
     """
-    picture = drawn(str(path), lambda: _picture(curves, name, of))
+    picture = drawn(str(path), lambda: _picture(curves, name, suffix))
     if picture is not None:
         write_or_warn(path, picture)
 
 
-def _picture(curves: RunCurves, name: str, of: str) -> bytes:
+def _picture(curves: RunCurves, name: str, suffix: str) -> bytes:
     figure = Figure(figsize=(8, 5))
     axes = figure.subplots()
     title = name
@@ -122,18 +122,18 @@ def _picture(curves: RunCurves, name: str, of: str) -> bytes:
             marker="o" if len(means) == 1 else "",
             label="training, mean",
         )
-        title = f"training loss {means[-1]:.4f} nats per token{of}: {name}"
+        title = f"training loss {means[-1]:.4f} nats per token{suffix}: {name}"
     if curves.val:
         marker = "o" if len(curves.val) <= _MOST_DOTS else ""
         axes.plot(*zip(*curves.val, strict=True), color=_VAL, marker=marker, label="validation")
-        title = f"validation loss {curves.val[-1][1]:.4f} nats per token{of}: {name}"
+        title = f"validation loss {curves.val[-1][1]:.4f} nats per token{suffix}: {name}"
     axes.set_title(title)
     points = [*zip(tokens, means, strict=True), *curves.val]
     if points:
         set_limits(axes, points, lows)
         axes.legend(loc="upper right")
     axes.set_xlabel("tokens")
-    axes.set_ylabel(f"loss{of} (nats per token)")
+    axes.set_ylabel(f"loss{suffix} (nats per token)")
     axes.xaxis.set_major_formatter(short_count)
     return png(figure)
 

@@ -32,7 +32,7 @@ from data.prepare.items import (
     Unreadable,
 )
 
-_OF_DATASETS = re.compile(
+_DATASET_FILE = re.compile(
     r"\.(parquet|arrow|csv|json)l?((?<=csv)\.(gz|bz2|xz|zst))?$", re.IGNORECASE
 )
 JSON_LINES = tuple(
@@ -299,7 +299,7 @@ class LineFiles(NamedFiles):
     def content_and_set(self, content: Any) -> tuple[Any, str]:
         """Parse a line; other content is a document."""
         if isinstance(content, bytes | bytearray):
-            return _of_record(parse_line(content), self)
+            return _text_of(parse_line(content), self)
         return super().content_and_set(content)
 
 
@@ -359,7 +359,7 @@ class ChatSource(LineFiles, defaults="data/chat"):
 
     def content_and_set(self, content: Any) -> tuple[Any, str]:
         """Return the messages of a line."""
-        return _of_chat(parse_line(content), self)
+        return _messages_of(parse_line(content), self)
 
 
 def _begins_array(line: bytes | bytearray | None) -> bool:
@@ -423,7 +423,7 @@ class HubSource(Source, defaults="data/hf"):
         Raises:
             UserError: it is a file here that only another source reads.
         """
-        is_dataset = os.path.isdir(self.path) or _OF_DATASETS.search(self.path)
+        is_dataset = os.path.isdir(self.path) or _DATASET_FILE.search(self.path)
         is_here = os.path.exists(self.path) or re.search(r"[*?[]|^-$", self.path)
         if is_here and not is_dataset:
             raise UserError(
@@ -458,7 +458,7 @@ class HubSource(Source, defaults="data/hf"):
                 size = len(text) if isinstance(text, str | list) else 0
                 yield Raw(Position(self.path, number), content, size)
         except Exception as error:
-            if not _is_of_datasets(error):
+            if not _is_library_error(error):
                 raise
             if rows is None:
                 raise UserError(
@@ -470,7 +470,7 @@ class HubSource(Source, defaults="data/hf"):
 
     def content_and_set(self, content: Any) -> tuple[Any, str]:
         """Return what a row holds."""
-        return _of_chat(content, self) if self.is_chat else _of_record(content, self)
+        return _messages_of(content, self) if self.is_chat else _text_of(content, self)
 
     def _open(self, first: int) -> Any:
         """Open the stream after its first rows. The library itself retries lost connections."""
@@ -489,7 +489,7 @@ class HubSource(Source, defaults="data/hf"):
             return saved.skip(first)
         builder = self.path
         files = self.data_files
-        suffix = _OF_DATASETS.search(self.path)
+        suffix = _DATASET_FILE.search(self.path)
         if suffix:
             builder = suffix[1].lower()
             files = self.path
@@ -505,7 +505,7 @@ _ADVICE = (
 _HTTP_CLIENTS = {"aiohttp", "httpcore", "httpcore2", "httpx", "httpx2"}
 
 
-def _is_of_datasets(error: Exception) -> bool:
+def _is_library_error(error: Exception) -> bool:
     """Whether the library raises this error for what it reads, and not for a bug of ours."""
     from datasets.exceptions import DatasetsError
 
@@ -550,7 +550,7 @@ def _end_of_passage(text: str, start: int) -> int:
     return cut.end() if cut else end
 
 
-def _of_record(record: Any, source: LineFiles | HubSource) -> tuple[Any, str]:
+def _text_of(record: Any, source: LineFiles | HubSource) -> tuple[Any, str]:
     """Return the text of a record, and its set. Raises Unreadable."""
     fields = record if isinstance(record, dict) else {}
     content = fields.get(source.text_field)
@@ -559,7 +559,7 @@ def _of_record(record: Any, source: LineFiles | HubSource) -> tuple[Any, str]:
     return content, _set_of(fields, source)
 
 
-def _of_chat(record: Any, source: LineFiles | HubSource) -> tuple[tuple[Any, Any], str]:
+def _messages_of(record: Any, source: LineFiles | HubSource) -> tuple[tuple[Any, Any], str]:
     """Return the messages of a record with the record itself, and its set. Raises Unreadable."""
     if isinstance(record, list):  # as nanochat writes a conversation
         return (record, {}), source.name

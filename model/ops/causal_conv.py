@@ -59,8 +59,8 @@ def causal_conv(
         if document is None:
             y = torch.addcmul(y, earlier, weight[i])
         else:
-            of_others = document[:, i : i + T] != document[:, W - 1 :]
-            y = y + (earlier * weight[i]).masked_fill(of_others, 0)
+            is_in_other_document = document[:, i : i + T] != document[:, W - 1 :]
+            y = y + (earlier * weight[i]).masked_fill(is_in_other_document, 0)
     return y, after
 
 
