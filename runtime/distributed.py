@@ -88,12 +88,15 @@ class World:
         return values
 
     def exchange(self, value: Any) -> list[Any]:
-        """The values of all processes, which pickle can hold, by rank. All must call this."""
+        """The values of all processes, which JSON can hold, by rank. All must call this."""
         if self.size == 1:
             return [value]
-        values = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = [int(n) for n in self.gather(torch.tensor([len(text)], device=self.device))]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.device)
+        padded[: len(text)] = text
+        texts = zip(self.gather(padded), lengths, strict=True)
+        return [json.loads(bytes(text[:length].tolist())) for text, length in texts]
 
     def check_equal(self, values: JsonDict) -> None:
         """Raise UserError in all processes if these values differ. Every process must call this."""

@@ -137,7 +137,8 @@ def fastest_right(
             if out_of_memory(error):
                 raise
             local = Difference(math.inf, str(error).strip().partition("\n")[0] or repr(error))
-        return max(world.exchange(local), key=lambda difference: difference.size)
+        differences = [Difference(*values) for values in world.exchange(local)]
+        return max(differences, key=lambda difference: difference.size)
 
     configured = Form(compiled, tuple(sorted(kernels.left_out)))
     kernels.used.clear()

@@ -18,7 +18,7 @@ from model.gpt import GPT, call_layer
 from runtime.checkpoint import Checkpoint, find_checkpoint, restore, retain
 from runtime.device import Runtime, compile_blocks, compiles, device_name
 from runtime.distributed import SequenceGroup, World
-from runtime.proof import Proofs, prove_gradients, use
+from runtime.proof import Form, Proofs, prove_gradients, use
 from runtime.randomness import seed_process
 from runtime.state import FixedSettings, TrainState
 from trainer.config import TrainConfig
@@ -249,7 +249,7 @@ def prove(run: Run) -> None:
     proofs = Proofs(gpt, run.runtime.dtype)
     known = world.exchange(proofs.read(options))
     if known[0] is not None and all(form == known[0] for form in known):
-        use(gpt, known[0])
+        use(gpt, Form(*known[0]))
         return
     first = run.group.index * config.batch_size // run.group.count
     batch = run.batches.batch(run.state.step, first, first + run.micro_batch)
@@ -270,7 +270,7 @@ def prove(run: Run) -> None:
             proved = prove_gradients(
                 small, token_ids, targets, run.runtime, alone, options["compile"]
             )
-        form = world.exchange(proved)[0]
+        form = Form(*world.exchange(proved)[0])
         use(gpt, form)
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of each machine
         proofs.write(form, options)
