@@ -29,12 +29,8 @@ class ChatTokenizer(Tokenizer):
         """Add the markers to `inner`.
 
         Raises:
-            UserError: its ids stand for no text, or it has tokens with the names of markers.
+            UserError: it has tokens with the names of markers.
         """
-        if inner.name == "none":
-            raise UserError(
-                "conversations need a tokenizer of texts: give tokenizer=bytes, gpt2 or hf"
-            )
         markers = [marker.encode() for marker in MARKERS]
         clashes = {*markers} & {*inner.tokens}
         if clashes:

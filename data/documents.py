@@ -2,13 +2,14 @@
 
 import bisect
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from common.files import open_file
-from data.shards import HEADER, RECORD, Manifest, Shard, SplitName, TokenStream, check_file, damaged
+from data.shards import HEADER, RECORD, Manifest, Shard, TokenStream, check_file, damaged
+
+_WRONG = "its records are not those of the shard's documents"
 
 
 class Origin(NamedTuple):
@@ -23,9 +24,7 @@ class Origin(NamedTuple):
     """Its line or document number in `input`, from 1."""
 
 
-def documents_in(
-    dataset_dir: Path, manifest: Manifest, split: SplitName, start: int, stop: int
-) -> Iterator[Origin]:
+def documents_in(stream: TokenStream, start: int, stop: int) -> Iterator[Origin]:
     """Yield the documents that tokens [start, stop) of a split belong to, in order.
 
     `stop` may lie behind the end of the split.
@@ -33,8 +32,9 @@ def documents_in(
     Raises:
         UserError: an index is damaged.
     """
-    shards = manifest.splits[split].shards
-    shard_ends = manifest.splits[split].ends
+    manifest = stream.manifest
+    shards = manifest.splits[stream.split].shards
+    shard_ends = manifest.splits[stream.split].ends
     for shard_number in range(bisect.bisect_right(shard_ends, start), len(shards)):
         shard = shards[shard_number]
         offset = shard_ends[shard_number] - shard.tokens
@@ -43,7 +43,7 @@ def documents_in(
         if first >= last:
             return
         set_names = [manifest.set_names[number] for number in shard.sets]
-        records, document_start = _find(dataset_dir, manifest, shard, first, last)
+        records, document_start = _find(stream, shard, first, last)
         for end, input_number, number, set_number in records.tolist():
             input_name = manifest.inputs[input_number]
             yield Origin(
@@ -52,23 +52,19 @@ def documents_in(
             document_start = end
 
 
-def _find(
-    dataset_dir: Path, manifest: Manifest, shard: Shard, first: int, last: int
-) -> tuple[np.ndarray, int]:
+def _find(stream: TokenStream, shard: Shard, first: int, last: int) -> tuple[np.ndarray, int]:
     """Return the records of the documents that a shard's tokens [first, last) belong to.
 
     Also return the token at which the first of them begins.
     """
-    index = open_index(dataset_dir, shard)
+    index = _open_index(stream, shard)
     number = bisect.bisect_right(index["end"][:-1], first)
     begin = int(index["end"][number - 1]) if number else 0
     records = index[number : number + last - first]  # each document has at least one token
     ends = records["end"]
-    problem = wrong_record(records, begin, manifest, shard)
-    if problem is None and not (begin <= first < ends[0] and last <= ends[-1]):
-        problem = "documents are not in order"
-    if problem is not None:
-        raise damaged(dataset_dir / shard.index_file, problem)
+    is_around = begin <= first < ends[0] and last <= ends[-1]
+    if not is_around or not _are_possible(records, begin, stream.manifest, shard):
+        raise damaged(stream.dataset_dir / shard.index_file, _WRONG)
     return records[: np.searchsorted(ends, last) + 1], begin
 
 
@@ -80,18 +76,18 @@ def document_ends(stream: TokenStream) -> Iterator[tuple[np.ndarray, np.ndarray]
     """
     shard_start = 0
     for shard in stream.manifest.splits[stream.split].shards:
-        records = read_index(stream.dataset_dir, stream.manifest, shard)
+        records = _read_index(stream, shard)
         yield shard_start + records["end"].astype(np.int64), np.array(shard.sets)[records["set"]]
         shard_start += shard.tokens
 
 
-def open_index(dataset_dir: Path, shard: Shard) -> np.ndarray:
+def _open_index(stream: TokenStream, shard: Shard) -> np.ndarray:
     """Map the index of a shard into memory: RECORD (documents,).
 
     Raises:
         UserError: it is shorter than its manifest says.
     """
-    path = dataset_dir / shard.index_file
+    path = stream.dataset_dir / shard.index_file
     with open_file(path) as file:
         try:
             return np.memmap(file, RECORD, "r", HEADER.size, (shard.documents,))
@@ -99,51 +95,33 @@ def open_index(dataset_dir: Path, shard: Shard) -> np.ndarray:
             raise damaged(path, "it is shorter than its manifest says") from None
 
 
-def read_index(dataset_dir: Path, manifest: Manifest, shard: Shard) -> np.ndarray:
+def _read_index(stream: TokenStream, shard: Shard) -> np.ndarray:
     """Return the whole index of a shard, RECORD (documents,), after checking its sum and records.
 
     Raises:
         UserError: it is damaged.
     """
-    file, size, sha256 = manifest.files_of(shard)[-1]
-    path = dataset_dir / file
+    file, size, sha256 = stream.manifest.files_of(shard)[-1]
+    path = stream.dataset_dir / file
     check_file(path, size, sha256)
-    records = open_index(dataset_dir, shard)
-    problem = wrong_record(records, 0, manifest, shard)
-    if problem is not None:
-        raise damaged(path, problem)
-    end = int(records["end"][-1])
-    if end != shard.tokens:
-        raise damaged(path, f"its last document ends at token {end} of {shard.tokens}")
+    records = _open_index(stream, shard)
+    ends_with_shard = int(records["end"][-1]) == shard.tokens
+    if not ends_with_shard or not _are_possible(records, 0, stream.manifest, shard):
+        raise damaged(path, _WRONG)
     return records
 
 
-def wrong_record(records: np.ndarray, begin: int, manifest: Manifest, shard: Shard) -> str | None:
-    """Return why the first invalid record is invalid, or None.
-
-    The first document begins at token `begin`.
-    """
+def _are_possible(records: np.ndarray, begin: int, manifest: Manifest, shard: Shard) -> bool:
+    """Whether records are of documents in order, the first of which begins at token `begin`."""
     ends = records["end"]
-    begins = np.concatenate([np.array([begin], ends.dtype), ends[:-1]])
-    n_inputs = len(manifest.inputs)
-    n_sets = len(shard.sets)
-    checks = (
-        (ends <= begins, "end at token {end}, where it begins or before"),
-        (ends > shard.tokens, f"end at token {{end}} of {shard.tokens}"),
-        (records["input"] >= n_inputs, f"be from input {{input}} of {n_inputs}"),
-        (records["set"] >= n_sets, f"be of set {{set}} of {n_sets}"),
-        (records["number"] == 0, "have the number {number} in its input"),
-    )
-    for is_wrong, description in checks:
-        if is_wrong.any():
-            record = records[is_wrong.argmax()]
-            return "a document is said to " + description.format_map(record)
-    return None
+    begins = np.append(np.array([begin], ends.dtype), ends[:-1])
+    are_in_order = (begins < ends) & (ends <= shard.tokens)
+    have_input = (records["input"] < len(manifest.inputs)) & (records["number"] > 0)
+    have_set = records["set"] < len(shard.sets)
+    return bool((are_in_order & have_input & have_set).all())
 
 
-def sets_between(
-    dataset_dir: Path, manifest: Manifest, split: SplitName, start: int, stop: int
-) -> np.ndarray:
+def sets_between(stream: TokenStream, start: int, stop: int) -> np.ndarray:
     """Return the set of each token [start, stop) of a split, a number into set_names.
 
     Returns:
@@ -152,8 +130,9 @@ def sets_between(
     Raises:
         UserError: an index is damaged.
     """
+    names = stream.manifest.set_names
     sets = np.empty(stop - start, np.int64)
-    for document in documents_in(dataset_dir, manifest, split, start, stop):
+    for document in documents_in(stream, start, stop):
         first = max(document.start - start, 0)
-        sets[first : document.stop - start] = manifest.set_names.index(document.set_name)
+        sets[first : document.stop - start] = names.index(document.set_name)
     return sets

@@ -3,9 +3,8 @@
 `Prefetch` reads ahead.
 """
 
-import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -100,12 +99,7 @@ class TrainBatches:
         Returns:
             token_ids and targets, int64 (stop - start, seq_len).
         """
-        numbers = self.numbers(step, start, stop)
-        token_ids = np.empty((len(numbers), self.rows.seq_len), np.int64)
-        targets = np.empty_like(token_ids)
-        for place, number in enumerate(numbers.tolist()):
-            token_ids[place], targets[place] = self.rows.read(number)
-        return token_ids, targets
+        return _read_rows(self.rows, self.numbers(step, start, stop).tolist())
 
     def numbers(self, step: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return which of the split's rows are [start, stop) of a batch: int64 (stop - start,)."""
@@ -141,12 +135,16 @@ class EvalBatches:
 
     def rows(self, start: int, stop: int) -> Batch:
         """Return rows [start, stop): token_ids and targets, int64 (stop - start, seq_len)."""
-        shape = max(0, stop - start), self.seq_len
-        token_ids = np.empty(shape, np.int64)
-        targets = np.empty(shape, np.int64)
-        for row in range(len(token_ids)):
-            token_ids[row], targets[row] = self.read(start + row)
-        return token_ids, targets
+        return _read_rows(self, range(start, stop))
+
+
+def _read_rows(rows: Rows | EvalBatches, numbers: Sequence[int]) -> Batch:
+    """Return the rows with these numbers: token_ids and targets, int64 (n, seq_len)."""
+    token_ids = np.empty((len(numbers), rows.seq_len), np.int64)
+    targets = np.empty_like(token_ids)
+    for place, number in enumerate(numbers):
+        token_ids[place], targets[place] = rows.read(number)
+    return token_ids, targets
 
 
 class EvalWindows(EvalBatches):
@@ -253,8 +251,6 @@ class Prefetch(Iterator[T]):
     """
 
     def __init__(self, items: Iterable[T]) -> None:
-        self.waited = 0.0
-        """Seconds that `next` has taken in total."""
         self._items = iter(items)
         self._ahead: deque[Future[T]] = deque()
         self._thread = ThreadPoolExecutor(1, "prefetch")
@@ -268,9 +264,7 @@ class Prefetch(Iterator[T]):
         self._thread.shutdown(cancel_futures=True)
 
     def __next__(self) -> T:
-        started = time.perf_counter()
         item = self._ahead[0].result()  # an error stays there for the next call
-        self.waited += time.perf_counter() - started
         self._ahead.popleft()
         self._ahead.append(self._thread.submit(next, self._items))
         return item

@@ -44,7 +44,9 @@ def _feistel(values: np.ndarray, half_bits: np.uint64, round_keys: np.ndarray) -
     left = values >> half_bits
     right = values & mask
     for round_key in round_keys:
-        left, right = right, left ^ (_mix(right + round_key) & mask)
+        mixed = left ^ (_mix(right + round_key) & mask)
+        left = right
+        right = mixed
     return (left << half_bits) | right
 
 

@@ -149,12 +149,10 @@ class Manifest(Strict):
             raise ValueError("set_names has a name twice")
         for name, split in self.splits.items():
             for i, shard in enumerate(split.shards):
-                if shard.file != shard_file(name, i):
-                    raise ValueError(
-                        f"shard {i} of {name} is {shard.file!r}, must be {shard_file(name, i)!r}"
-                    )
-                is_unique = len({*shard.sets}) == len(shard.sets)
-                if not is_unique or max(shard.sets, default=0) >= len(self.set_names):
+                file = shard_file(name, i)
+                if shard.file != file:
+                    raise ValueError(f"shard {i} of {name} is {shard.file!r}, must be {file!r}")
+                if max(shard.sets, default=0) >= len(self.set_names):
                     raise ValueError(
                         f"shard {shard.file} has the sets {shard.sets} of {len(self.set_names)}"
                     )
@@ -163,14 +161,8 @@ class Manifest(Strict):
                 raise ValueError(f"set {unknown[0]!r} of {name} is not in set_names")
             n_tokens = sum(shard.tokens for shard in split.shards)
             n_documents = sum(shard.documents for shard in split.shards)
-            for unit, in_sets, in_shards in (
-                ("tokens", split.total.tokens, n_tokens),
-                ("documents", split.total.documents, n_documents),
-            ):
-                if in_sets != in_shards:
-                    raise ValueError(
-                        f"{unit} of {name}: {in_sets} in its sets, {in_shards} in its shards"
-                    )
+            if (n_tokens, n_documents) != (split.total.tokens, split.total.documents):
+                raise ValueError(f"the shards of {name} do not have the tokens of its sets")
         return self
 
     @property
@@ -199,7 +191,9 @@ class Manifest(Strict):
 
 def total_of(amounts: Iterable[Counts]) -> Counts:
     """Return the sum of amounts."""
-    tokens = documents = utf8_bytes = 0
+    tokens = 0
+    documents = 0
+    utf8_bytes = 0
     for counts in amounts:
         tokens += counts.tokens
         documents += counts.documents

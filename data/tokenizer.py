@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import tiktoken
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field
 
 from common.files import open_file, read_json, write_atomic
 from common.settings import JsonDict, Settings, UserError, decode
@@ -66,27 +66,7 @@ class HFConfig(Settings, defaults="tokenizer/hf"):
     """The tokenizer.json."""
 
 
-class NoneConfig(Settings, defaults="tokenizer/none"):
-    """Ids without text."""
-
-    name: Literal["none"]
-    n_vocab: int = Field(ge=1, lt=2**24)
-    """Number of ids."""
-    eot_id: NonNegativeInt | None
-    """The id that ends documents; null: one more, n_vocab."""
-
-    @model_validator(mode="after")
-    def _check_end(self) -> "NoneConfig":
-        if self.eot_id is not None and self.eot_id >= self.n_vocab:
-            raise ValueError(
-                f"eot_id={self.eot_id} is not below n_vocab={self.n_vocab}: null adds an id for it"
-            )
-        return self
-
-
-TokenizerConfig = Annotated[
-    BytesConfig | GPT2Config | HFConfig | NoneConfig, Field(discriminator="name")
-]
+TokenizerConfig = Annotated[BytesConfig | GPT2Config | HFConfig, Field(discriminator="name")]
 
 
 class RankTokenizer(Tokenizer):
@@ -140,42 +120,7 @@ class RankTokenizer(Tokenizer):
             yield self.encoding.encode_to_numpy(chunk, disallowed_special=())
 
 
-class NoTokenizer(Tokenizer):
-    """Ids that stand for no text: as text they are numbers, and they have no bytes."""
-
-    name = "none"
-
-    def __init__(self, config: NoneConfig) -> None:
-        self.eot_id = config.n_vocab if config.eot_id is None else config.eot_id
-        self.tokens = [b" %d" % i for i in range(max(config.n_vocab, self.eot_id + 1))]
-
-    @property
-    def saved(self) -> JsonDict:
-        """Number of ids and the one that ends documents."""
-        return {"name": self.name, "n_vocab": self.n_vocab, "eot_id": self.eot_id}
-
-    @functools.cached_property
-    def byte_lengths(self) -> np.ndarray:
-        """Zeros, int64 (n_vocab,)."""
-        return np.zeros(self.n_vocab, np.int64)
-
-    def encode_arrays(self, text: str) -> Iterator[np.ndarray]:
-        """Yield the ids that a text lists, such as "12 5 7".
-
-        Raises:
-            UserError: it does not.
-        """
-        words = text.replace(",", " ").split()
-        for word in words:
-            if not (word.isdecimal() and len(word) < 9 and int(word) < self.n_vocab):
-                raise UserError(
-                    f"{word[:40]!r} is not an id: the model has no tokenizer (tokenizer=none), "
-                    f"so write ids from 0 to {self.n_vocab - 1}, such as '12 5 7'"
-                )
-        yield np.array([*map(int, words)], np.int64)
-
-
-def build_tokenizer(config: BytesConfig | GPT2Config | HFConfig | NoneConfig) -> Tokenizer:
+def build_tokenizer(config: BytesConfig | GPT2Config | HFConfig) -> Tokenizer:
     """Build the tokenizer that `config` describes.
 
     Raises:
@@ -183,8 +128,6 @@ def build_tokenizer(config: BytesConfig | GPT2Config | HFConfig | NoneConfig) ->
     """
     if isinstance(config, BytesConfig):
         return RankTokenizer("bytes", _SINGLE_BYTES)
-    if isinstance(config, NoneConfig):
-        return NoTokenizer(config)
     if isinstance(config, HFConfig):
         # its library is optional
         from data.tokenizer_json import read_hf_tokenizer
@@ -251,8 +194,6 @@ def _from_saved(raw: Any) -> Tokenizer:
         from data.tokenizer_json import HFTokenizer
 
         return HFTokenizer(raw)
-    if isinstance(raw, dict) and raw.get("name") == "none":
-        return NoTokenizer(decode(NoneConfig, raw))
     saved = decode(_Saved, raw)
     ranks = [base64.b64decode(token, validate=True) for token in saved.ranks]
     tokenizer = RankTokenizer(saved.name, ranks)

@@ -42,7 +42,7 @@ _SPECIAL = {
     "rstrip": False,
     "normalized": False,
 }
-# What cuts texts, or adds to them.
+# Settings that cut texts, or add to them.
 _LEFT_OUT = {"truncation": None, "padding": None, "post_processor": None}
 
 
@@ -126,8 +126,10 @@ def read_hf_tokenizer(path: Path) -> HFTokenizer:
                 token["special"] = True
         return HFTokenizer(raw)
     except UserError as error:
-        remedy = "give a tokenizer.json, such as scripts/train_tokenizer.py makes"
-        raise UserError(f"tokenizer.path={path} cannot be used: {error}; {remedy}") from None
+        raise UserError(
+            f"tokenizer.path={path} cannot be used: {error}; give a tokenizer.json, such as "
+            "scripts/train_tokenizer.py makes"
+        ) from None
 
 
 def _backend(raw: Any) -> Backend:

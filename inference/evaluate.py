@@ -233,10 +233,9 @@ def _sets(plan: Evaluation, first: int, n_windows: int) -> Tensor:
         for row in range(n_windows):
             length = 0
             for start, stop in plan.windows.spans(first + row):
-                sets[row, length : length + stop - start] = sets_between(
-                    plan.dataset_dir, plan.manifest, plan.config.split, start, stop
-                )
-                length += stop - start
+                targets = slice(length, length + stop - start)
+                sets[row, targets] = sets_between(plan.windows.stream, start, stop)
+                length = targets.stop
     return torch.from_numpy(sets)
 
 

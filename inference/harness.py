@@ -111,11 +111,6 @@ def _max_length(config: HarnessConfig, loaded: Loaded) -> int | None:
             f"include_path={config.include_path} is not a folder: give the folder of your "
             "task files"
         )
-    if loaded.tokenizer.name == "none":
-        raise UserError(
-            f"checkpoint={config.checkpoint} was trained on ids without text (tokenizer=none), "
-            "and the harness's tasks are texts: use eval.py"
-        )
     if config.apply_chat_template and not isinstance(loaded.tokenizer, ChatTokenizer):
         raise UserError(
             f"apply_chat_template=true needs a chat model, and checkpoint={config.checkpoint} was "

@@ -257,15 +257,19 @@ class GPTConfig(Settings):
     @model_validator(mode="after")
     def _sizes_fit(self) -> "GPTConfig":
         if self.head_dim is None and self.n_embd % self.n_head:
-            what = f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}"
-            raise ValueError(f"{what}: set head_dim, or an n_head that divides n_embd")
+            raise ValueError(
+                f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: "
+                "set head_dim, or an n_head that divides n_embd"
+            )
         ascending = sorted(set(self.ngrams))
         if self.ngrams != ascending:
             raise ValueError(f"ngrams={self.ngrams} are not in ascending order: use {ascending}")
         n_items = len(self.attention_pattern or [])
         if n_items > self.n_layer:
-            what = f"attention_pattern has {n_items} items for n_layer={self.n_layer}"
-            raise ValueError(f"{what}: use at most one for each layer")
+            raise ValueError(
+                f"attention_pattern has {n_items} items for n_layer={self.n_layer}: "
+                "use at most one for each layer"
+            )
         self._check_layers(self._check_attention)
         return self
 
@@ -275,11 +279,15 @@ class GPTConfig(Settings):
         if self.position.name != "rotary":
             return
         if not layer.suits_rotary:
-            what = f"rotary positions do not help {layer.name}"
-            raise ValueError(f"{what}: use position log_recurrence, learned or none")
+            raise ValueError(
+                f"rotary positions do not help {layer.name}: "
+                "use position log_recurrence, learned or none"
+            )
         if self.head_features % 2:
-            what = "rotary positions turn pairs of features"
-            raise ValueError(f"{what}: use an even number, not {self.head_features}")
+            raise ValueError(
+                "rotary positions turn pairs of features: "
+                f"use an even number, not {self.head_features}"
+            )
 
     def check_documents(self) -> None:
         """Raise ValueError if the attention of a layer cannot keep documents apart."""
@@ -303,8 +311,10 @@ class GPTConfig(Settings):
 
         def check(layer: AttentionConfig) -> None:
             if layer.name not in names:
-                what = f"{setting} needs a state of one size, and that of {layer.name} grows"
-                raise ValueError(f"{what}: use {', '.join(names)}")
+                raise ValueError(
+                    f"{setting} needs a state of one size, and that of {layer.name} grows: "
+                    f"use {', '.join(names)}"
+                )
 
         self._check_layers(check)
 

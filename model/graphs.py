@@ -25,7 +25,8 @@ class DecodingStep:
     """
 
     def __init__(self, gpt: GPT, max_rows: int) -> None:
-        self._gpt, self._max_rows = gpt, max_rows
+        self._gpt = gpt
+        self._max_rows = max_rows
         self._usable: bool | None = None
         self._graphs: dict[int, _Graph] = {}
 
@@ -77,8 +78,8 @@ class _Graph:
         before = tree_map_only(Tensor, torch.clone, self._state)
         expected = gpt(self._token_ids, before, return_state=True)
         self._replay()
-        pairs = zip(_tensors((self._logits, self._state)), _tensors(expected), strict=True)
-        return all(torch.equal(replayed, own) for replayed, own in pairs)
+        replayed = _tensors((self._logits, self._state))
+        return all(map(torch.equal, replayed, _tensors(expected)))
 
     def __call__(self, token_ids: Tensor, state: GPTState) -> tuple[Tensor, GPTState]:
         B = len(token_ids)
@@ -93,9 +94,8 @@ class _Graph:
 def record(step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
     """Record a step on the GPU. Return a function that replays it, and its result, which each
     replay overwrites."""
-    device = (
-        step().device
-    )  # this run compiles kernels, which is not possible while a graph is recorded
+    # This run compiles kernels, which is not possible while a graph is recorded.
+    device = step().device
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), torch.cuda.graph(graph):
         result = step()

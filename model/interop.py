@@ -44,8 +44,10 @@ def load_published(path: str | Path) -> GPT:
         sizes = {}
     missing = [size for size in _SIZES if size not in sizes]
     if missing:
-        lacks = f"the config in its metadata lacks {', '.join(missing)}"
-        raise UserError(f"{path} does not describe an architecture: {lacks}")
+        raise UserError(
+            f"{path} does not describe an architecture: the config in its metadata lacks "
+            f"{', '.join(missing)}"
+        )
     with torch.device("meta"):
         gpt = GPT(published_config(**{size: sizes[size] for size in _SIZES}))
     try:

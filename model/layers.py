@@ -42,7 +42,8 @@ class FusedLinear(Linear):
 
     def __init__(self, n_in: int, parts: Sequence[int], n_group: int = 1) -> None:
         super().__init__(n_in, n_group * sum(parts))
-        self.parts, self.n_group = tuple(parts), n_group
+        self.parts = tuple(parts)
+        self.n_group = n_group
 
     def split(self, weights: Tensor) -> list[Tensor]:
         """Split tensors of the weight's shape (..., rows, columns) into the matrices, by rows."""
@@ -51,9 +52,8 @@ class FusedLinear(Linear):
 
     def join(self, matrices: Sequence[Tensor]) -> Tensor:
         """The inverse of `split`."""
-        return torch.cat(
-            [part.unflatten(-2, (self.n_group, -1)) for part in matrices], dim=-2
-        ).flatten(-3, -2)
+        groups = [matrix.unflatten(-2, (self.n_group, -1)) for matrix in matrices]
+        return torch.cat(groups, dim=-2).flatten(-3, -2)
 
 
 class Embedding(nn.Embedding):
@@ -82,13 +82,12 @@ def recomputing(what: Recompute, function: Callable[..., Any]) -> Callable[..., 
     """
     if what == "none":
         return function
+    recomputed = partial(checkpoint, function, use_reentrant=False)
+    if what == "block":
+        return recomputed
     products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-    kept: dict[str, Any] = (
-        {"context_fn": partial(create_selective_checkpoint_contexts, products)}
-        if what == "selective"
-        else {}
-    )
-    return partial(checkpoint, function, use_reentrant=False, **kept)
+    kept = partial(create_selective_checkpoint_contexts, products)
+    return partial(recomputed, context_fn=kept)
 
 
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -55,16 +55,11 @@ class NGramMemory(nn.Module):
             recompute: what a backward pass computes again of `read`.
         """
         state = state or self.initial_state(len(x), x.device)
-        followers, state = ngram_followers(
-            token_ids, self.lengths, state, starts
-        )  # (B, lengths, T)
+        followers, state = ngram_followers(token_ids, self.lengths, state, starts)
         rank = torch.arange(1, 1 + len(self.lengths), device=x.device).unsqueeze(1)
         longest = rank.where(followers >= 0, 0).amax(1)  # (B, T): 1 for the first length; 0: none
-        follower = (
-            followers.gather(1, (longest - 1).clamp(min=0).unsqueeze(1))
-            .squeeze(1)
-            .where(longest > 0, token_ids)
-        )
+        index = (longest - 1).clamp(min=0).unsqueeze(1)
+        follower = followers.gather(1, index).squeeze(1).where(longest > 0, token_ids)
         y, b = recomputing(recompute, self.read)(longest, follower, embed, x.dtype)
         return x + y + b, state
 
@@ -74,7 +69,8 @@ class NGramMemory(nn.Module):
         """W (a_n * e) and b_n, both (B, T, n_embd)."""
         # Products with rows of 0 and 1: the gradient of a lookup in so few rows would be slow.
         n = one_hot(longest, 1 + len(self.lengths)).to(dtype)
-        gain, bias = (p.view(-1, embed.shape[1]) for p in (self.gain, self.bias))
+        gain = self.gain.view(-1, embed.shape[1])
+        bias = self.bias.view(-1, embed.shape[1])
         return self.proj(embedding(follower, embed) * (n[..., 1:] @ gain)), n @ bias
 
     def initial_state(self, B: int, device: torch.device) -> NGramState:

@@ -110,8 +110,10 @@ class LearnedPosition(nn.Module):
         lengths = tuple(n + T for n in state)
         longest = max(lengths)
         if longest > self.max_len:
-            what = f"{longest} tokens are more than the model's {self.max_len} learned positions"
-            raise ValueError(f"{what}: use a shorter sequence")
+            raise ValueError(
+                f"{longest} tokens are more than the model's {self.max_len} learned positions: "
+                "use a shorter sequence"
+            )
         if starts is not None:
             embedded = self.embed(document_positions(starts))
         elif min(lengths) == longest and isinstance(self.embed, Embedding):  # not an adapter

@@ -201,12 +201,15 @@ def open_checkpoint(
     if path.is_file():
         name = _first_line(path)
         if not _NAME.fullmatch(name):
-            what = f"{key}={path} does not name a checkpoint"
-            raise UserError(f"{what}: give a run directory or a step-... folder")
+            raise UserError(
+                f"{key}={path} does not name a checkpoint: "
+                "give a run directory or a step-... folder"
+            )
         path = path.parent / name
     if (path / "train-00000.bin").exists():
-        what = f"{key}={path} is a dataset"
-        raise UserError(f"{what}: give the directory of a run that was trained on it")
+        raise UserError(
+            f"{key}={path} is a dataset: give the directory of a run that was trained on it"
+        )
     if (path / "manifest.json").is_file() or _NAME.fullmatch(path.name):
         return _open(path, files)
     checkpoint = open_newest(path, files)
@@ -238,9 +241,10 @@ def open_newest(run_dir: Path, files: Collection[str] = _FILES) -> Checkpoint | 
             warn(f"{error}; falling back to the previous checkpoint")
             damaged.append(path)
     if damaged:
-        what = f"none of the {len(damaged)} checkpoints in {run_dir / 'checkpoints'} is whole"
-        remedy = "restore one from a copy, or use another run_dir; nothing was changed"
-        raise UserError(f"{what}: {remedy}")
+        raise UserError(
+            f"none of the {len(damaged)} checkpoints in {run_dir / 'checkpoints'} is whole: "
+            "restore one from a copy, or use another run_dir; nothing was changed"
+        )
     return None
 
 
@@ -284,8 +288,7 @@ def _read_sums(path: Path) -> dict[str, str]:
             raise UserError(f"{what}: use another run_dir")
         raise Damaged(what)
     if set(manifest.sha256) != set(_FILES):
-        what = f"{path / 'manifest.json'} is damaged"
-        raise Damaged(f"{what}: it must list {', '.join(_FILES)}")
+        raise Damaged(f"{path / 'manifest.json'} is damaged: it must list {', '.join(_FILES)}")
     return manifest.sha256
 
 
@@ -310,8 +313,10 @@ def load_model(path: str | Path | Checkpoint) -> tuple[GPT, Tokenizer]:
         gpt = GPT(state.model, state.data.reset_at(tokenizer.eot_id))
     gpt.load_state_dict(read_weights(checkpoint, gpt), assign=True)
     if tokenizer.n_vocab > gpt.config.n_vocab:
-        ids = f"{tokenizer.n_vocab} ids, but the model has only {gpt.config.n_vocab}"
-        raise UserError(f"{checkpoint.path} has a tokenizer with {ids}: use another checkpoint")
+        raise UserError(
+            f"{checkpoint.path} has a tokenizer with {tokenizer.n_vocab} ids, but the model has "
+            f"only {gpt.config.n_vocab}: use another checkpoint"
+        )
     return gpt.requires_grad_(), tokenizer
 
 
@@ -338,22 +343,21 @@ def find_checkpoint(run_dir: Path, world: World) -> Checkpoint | None:
             main process found.
     """
     checkpoint = open_newest(run_dir) if world.is_main else None
-    name = ""
-    identity = ""
-    if checkpoint is not None:
-        name = checkpoint.path.name
-        identity = checkpoint.identity
-    name, identity = world.exchange((name, identity))[0]
-    if world.is_main or not name:
+    described = None if checkpoint is None else (checkpoint.path.name, checkpoint.identity)
+    described_by_main = world.exchange(described)[0]
+    if world.is_main or described_by_main is None:
         return checkpoint
+    name, identity = described_by_main
     path = run_dir / "checkpoints" / name
     try:
         checkpoint = open_checkpoint(path, files=())  # the main process has verified it
         if checkpoint.identity != identity:
             raise UserError("its weights are others")
     except UserError as error:
-        why = f"process {world.rank} cannot see {path} as the main process does ({error})"
-        raise UserError(f"{why}: put run_dir where all machines see it") from None
+        raise UserError(
+            f"process {world.rank} cannot see {path} as the main process does ({error}): "
+            "put run_dir where all machines see it"
+        ) from None
     return checkpoint
 
 
@@ -371,11 +375,11 @@ def restore(
     """
     state = checkpoint.state
     _check_same_run(checkpoint.path, state, fresh)
-    for file, of_run in tensors.items():
-        expected = {name: (value.shape, (value.dtype,)) for name, value in of_run.items()}
-        stored = checkpoint.tensors(file, expected, world.rows(of_run))
+    for file, run_tensors in tensors.items():
+        expected = {name: (value.shape, (value.dtype,)) for name, value in run_tensors.items()}
+        stored = checkpoint.tensors(file, expected, world.rows(run_tensors))
         with torch.no_grad():
-            for name, value in of_run.items():
+            for name, value in run_tensors.items():
                 world.local(value).copy_(stored[name])
     expected_states = random_tensors(state.processes, state.device)
     random_states = checkpoint.tensors("random", expected_states)[RANDOM]
@@ -389,20 +393,25 @@ def restore(
 def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:
     if not before.dataset_fingerprint:
         run_dir = path.parent.parent
-        remedy = f"train it with init_from={run_dir} in another run_dir"
-        raise UserError(f"run_dir={run_dir} is an imported model: {remedy}")
+        raise UserError(
+            f"run_dir={run_dir} is an imported model: train it with init_from={run_dir} in "
+            "another run_dir"
+        )
     if before.dataset_fingerprint != now.dataset_fingerprint:
-        what = f"{path} was trained on {before.dataset_dir}"
-        what += f", whose content is not that of dataset_dir={now.dataset_dir}"
-        raise UserError(f"{what}: use that dataset, or another run_dir")
+        raise UserError(
+            f"{path} was trained on {before.dataset_dir}, whose content is not that of "
+            f"dataset_dir={now.dataset_dir}: use that dataset, or another run_dir"
+        )
     fixed = {*FixedSettings.model_fields, "optimizer"}
     changed = differences(
         before.model_dump(mode="json", include=fixed), now.model_dump(mode="json", include=fixed)
     )
     if changed:
         listed = ", ".join(changes_of(changed, "checkpoint:"))
-        remedy = "use the checkpoint's settings, or another run_dir"
-        raise UserError(f"{path} belongs to another run: {listed}; {remedy}")
+        raise UserError(
+            f"{path} belongs to another run: {listed}; use the checkpoint's settings, or another "
+            "run_dir"
+        )
 
 
 # Writing
@@ -424,8 +433,8 @@ def save_checkpoint(
             sync_directory(folder)
         _clear(beside)
         beside.mkdir()
-        for name, of_file in tensors.items():
-            save_file(dict(of_file), beside / f"{name}.safetensors")
+        for name, file_tensors in tensors.items():
+            save_file(dict(file_tensors), beside / f"{name}.safetensors")
         save_tokenizer(tokenizer, beside / "tokenizer.json")
         write_json(beside / "state.json", state.model_dump(mode="json"))
         sums = {file: sha256_file(beside / file) for file in _FILES}
@@ -575,9 +584,10 @@ class Saver:
             return
         if not isinstance(error, OSError):
             raise error
-        problem = f"the save after step {self._step} failed ({error.strerror or error})"
-        problem += "; earlier checkpoints are whole"
-        raise UserError(f"{problem}: fix that, and run the same command again")
+        raise UserError(
+            f"the save after step {self._step} failed ({error.strerror or error}); "
+            "earlier checkpoints are whole: fix that, and run the same command again"
+        )
 
     def wait(self) -> None:
         """Wait until nothing is being written, even if the save fails."""

@@ -89,7 +89,7 @@ class World:
 
     def exchange(self, value: Any) -> list[Any]:
         """The values of all processes, which JSON can hold, by rank. All must call this."""
-        if not dist.is_initialized():
+        if self.size == 1:
             return [value]
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = [int(n) for n in self.gather(torch.tensor([len(text)], device=self.device))]
@@ -137,9 +137,10 @@ class World:
     def _shard(self, module: nn.Module, dtype: torch.dtype) -> None:
         """Shard the parameters of module.gpt, block by block."""
         if not dist.is_initialized():
-            start = "start them with torchrun --standalone --nproc_per_node=2 instead of python"
-            what = "runtime.strategy=fsdp needs several processes"
-            raise UserError(f"{what}: {start}, or use runtime.strategy=ddp")
+            raise UserError(
+                "runtime.strategy=fsdp needs several processes: start them with torchrun "
+                "--standalone --nproc_per_node=2 instead of python, or use runtime.strategy=ddp"
+            )
         from torch.distributed.fsdp import (
             MixedPrecisionPolicy,
             fully_shard,
@@ -158,8 +159,8 @@ class World:
             m.weight for block in gpt.blocks for m in block.modules() if isinstance(m, nn.Linear)
         }
         shard(gpt, ignored_params=matrices)
-        sums = torch.promote_types(dtype, torch.float32)
-        policy = MixedPrecisionPolicy(dtype, sums, cast_forward_inputs=False)
+        sum_dtype = torch.promote_types(dtype, torch.float32)
+        policy = MixedPrecisionPolicy(dtype, sum_dtype, cast_forward_inputs=False)
         for block in gpt.blocks:
             shard(block, ignored_params=set(block.parameters()) - matrices, mp_policy=policy)
         # Methods that are called besides forward().
@@ -210,7 +211,7 @@ class World:
 
 
 def _is_sharded(tensor: Any) -> "TypeGuard[DTensor]":
-    """Whether it is a DTensor; to import that class takes a second, which only fsdp needs."""
+    """Whether it is a DTensor. Importing that class takes a second, and only fsdp needs it."""
     return hasattr(tensor, "full_tensor")
 
 
@@ -294,13 +295,16 @@ def join_world(device: torch.device, timeout: timedelta = _DEFAULT_TIMEOUT) -> I
             raise
         if store is not None and _ask(partial(store.check, ["failed"])):
             failed = int(store.get("failed"))
-            why = f"process {failed} ended with an error, see its message"
-            print_error(f"process {rank} stops: {why}")
+            print_error(
+                f"process {rank} stops: process {failed} ended with an error, see its message"
+            )
             raise SystemExit(1) from None
         # Without torch's file names and advice.
         reason = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
-        what = f"rank {rank} lost contact with another process ({reason})"
-        print_error(f"{what}: start the same command again")
+        print_error(
+            f"rank {rank} lost contact with another process ({reason}): start the same command "
+            "again"
+        )
         raise SystemExit(AGAIN) from None
     finally:
         # DDP's reducer must be gone before the group. If it held the last reference to the group,
@@ -330,14 +334,16 @@ def _exchange_in(store: dist.Store, rank: int, size: int, value: Any) -> list[An
 
 def _refuse_differences(values: list[JsonDict]) -> None:
     """Raise UserError if a process has other values than process 0."""
-    for rank, of_rank in enumerate(values):
-        differing = differences(values[0], of_rank)
+    for rank, rank_values in enumerate(values):
+        differing = differences(values[0], rank_values)
         if differing:
             listed = ", ".join(
                 f"{key}={here} (process 0: {there})" for key, (there, here) in differing.items()
             )
-            remedy = "start the same command with the same code and data in every process"
-            raise UserError(f"process {rank} differs from process 0 in {listed}: {remedy}")
+            raise UserError(
+                f"process {rank} differs from process 0 in {listed}: start the same command with "
+                "the same code and data in every process"
+            )
 
 
 def _ask(request: Callable[[], Any]) -> Any:
@@ -361,9 +367,10 @@ def _read_environment() -> tuple[int, int]:
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
     if missing:
-        what = f"several processes need {', '.join(needed)}, and {', '.join(missing)} is not set"
-        remedy = "start with torchrun or scripts/slurm/train.sbatch, or set none of them"
-        raise UserError(f"{what}: {remedy}")
+        raise UserError(
+            f"several processes need {', '.join(needed)}, and {', '.join(missing)} is not set: "
+            "start with torchrun or scripts/slurm/train.sbatch, or set none of them"
+        )
     size = _number_in_environment("WORLD_SIZE", 2**31)
     return _number_in_environment("RANK", size), size
 
@@ -383,8 +390,9 @@ def _device_of_rank(device: torch.device) -> torch.device:
     # Some launchers show each process only its own GPU.
     index = 0 if n_gpus == 1 else _number_in_environment("LOCAL_RANK", 2**31)
     if index >= n_gpus:
-        what = f"LOCAL_RANK={index}, but torch sees {n_gpus} GPUs here"
-        raise UserError(f"{what}: start one process for each GPU")
+        raise UserError(
+            f"LOCAL_RANK={index}, but torch sees {n_gpus} GPUs here: start one process for each GPU"
+        )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
@@ -407,8 +415,9 @@ def _connect(host_it: bool, size: int, timeout: timedelta) -> dist.Store:
         )
     except dist.DistNetworkError as error:
         if host_it and "EADDRINUSE" in str(error):
-            what = f"MASTER_PORT={port} is in use on {host}"
-            raise UserError(f"{what}: set another for all processes") from None
+            raise UserError(
+                f"MASTER_PORT={port} is in use on {host}: set another for all processes"
+            ) from None
         raise
     finally:
         late.cancel()

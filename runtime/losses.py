@@ -114,8 +114,9 @@ def window_losses(
         for first in range(0, len(windows), together):
             n_rows = min(together, len(windows) - first)
             start = first + world.rank * micro_batch
-            arrays = windows.rows(start, min(start + micro_batch, len(windows)))
-            token_ids, targets = map(torch.from_numpy, arrays)
+            batch = windows.rows(start, min(start + micro_batch, len(windows)))
+            token_ids = torch.from_numpy(batch[0])
+            targets = torch.from_numpy(batch[1])
             has_windows = len(targets) > 0
             chunk_here = chunk
             if not has_windows:

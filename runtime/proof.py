@@ -40,7 +40,8 @@ _AT_ONCE = 2**13
 """Tokens that plain torch computes at once."""
 _TEXT = 1024
 """Tokens of the text whose logits are compared."""
-LOSS, LOGITS = "the loss", "the logits"
+LOSS = "the loss"
+LOGITS = "the logits"
 
 Gradients = dict[str, Tensor]
 """The loss, and the gradient of each parameter, by name."""
@@ -68,16 +69,12 @@ class Difference(NamedTuple):
     size: float
     """Relative to the tensor's norm; infinity: the form raised an error."""
     name: str
-    """Of the tensor, or the error."""
-    norm: float = math.nan
-    norm_in_plain_torch: float = math.nan
+    """The tensor, or the error."""
+    norms: str = ""
+    """The tensor's norms, for messages."""
 
     def __str__(self) -> str:
-        if math.isnan(self.norm_in_plain_torch):
-            return self.name
-        return (
-            f"{self.name} has norm {self.norm:.4g}, in plain torch {self.norm_in_plain_torch:.4g}"
-        )
+        return self.name + self.norms
 
 
 def bound_of(dtype: torch.dtype) -> float:
@@ -103,11 +100,11 @@ def prove_gradients(
         compile_blocks(gpt, False)
         expected, scales = plain_gradients(gpt, ids, targets)
 
-        def difference(form: Form) -> Difference:
+        def difference_of(form: Form) -> Difference:
             use(gpt, form)
             return compare(gradients(gpt, ids, targets, runtime), expected, scales)
 
-        form, largest = fastest_right(difference, compiled, runtime.dtype, world)
+        form, largest = fastest_right(difference_of, compiled, runtime.dtype, world)
     use(gpt, form)
     sequences = count(len(ids), "sequence")
     say(
@@ -118,13 +115,13 @@ def prove_gradients(
 
 
 def fastest_right(
-    difference: Callable[[Form], Difference], compiled: bool, dtype: torch.dtype, world: World
+    difference_of: Callable[[Form], Difference], compiled: bool, dtype: torch.dtype, world: World
 ) -> tuple[Form, Difference]:
     """Return the fastest form that is right in all processes, and its largest difference. Warn of
     what is wrong.
 
     Args:
-        difference: of a form from plain torch, in this process.
+        difference_of: compares a form with plain torch, in this process.
         compiled: whether the configured form is compiled.
         dtype: of the run.
 
@@ -135,13 +132,13 @@ def fastest_right(
 
     def largest(form: Form) -> Difference:
         try:
-            local = difference(form)
+            local = difference_of(form)
         except Exception as error:  # compilers raise errors of any kind
             if out_of_memory(error):
                 raise
             local = Difference(math.inf, str(error).strip().partition("\n")[0] or repr(error))
-        everywhere = world.exchange(local)
-        return max((Difference(*values) for values in everywhere), key=lambda it: it.size)
+        differences = [Difference(*values) for values in world.exchange(local)]
+        return max(differences, key=lambda difference: difference.size)
 
     configured = Form(compiled, tuple(sorted(kernels.left_out)))
     kernels.used.clear()
@@ -150,18 +147,22 @@ def fastest_right(
         return configured, first
     for left_out in _candidates():
         form = Form(False, (*configured.left_out, *left_out))
-        found = largest(form)
-        if found.size <= allowed:
+        difference = largest(form)
+        if difference.size <= allowed:
             break
     else:
-        what = f"{first}, and without kernels and compilation {found}"
-        raise UserError(f"{what}: use runtime.dtype=float32, or runtime.proof=false to go on")
+        raise UserError(
+            f"{first}, and without kernels and compilation {difference}: "
+            "use runtime.dtype=float32, or runtime.proof=false to go on"
+        )
     if compiled and form.left_out:
-        faster = largest(form._replace(compiled=True))
-        if faster.size <= allowed:
-            form, found = form._replace(compiled=True), faster
+        faster_form = form._replace(compiled=True)
+        faster_difference = largest(faster_form)
+        if faster_difference.size <= allowed:
+            form = faster_form
+            difference = faster_difference
     warn(f"{first}: this goes on without {form.lacks(configured)}, which is slower")
-    return form, found
+    return form, difference
 
 
 def _candidates() -> Iterator[tuple[str, ...]]:
@@ -191,13 +192,13 @@ def gradients(gpt: GPT, token_ids: Tensor, targets: Tensor, runtime: Runtime) ->
         loss = gpt.summed_loss(token_ids, targets) / targets.numel()
     named = dict(gpt.named_parameters())
     grads = torch.autograd.grad(loss, [*named.values()], materialize_grads=True)
-    found = {LOSS: loss.detach()} | dict(zip(named, grads, strict=True))
+    results = {LOSS: loss.detach()} | dict(zip(named, grads, strict=True))
     for name, module in gpt.named_modules():
         if isinstance(module, FusedLinear):
-            fused = found.pop(f"{name}.weight")
+            fused = results.pop(f"{name}.weight")
             for i, matrix in enumerate(module.split(fused)):
-                found[f"{name}.weight[{i}]"] = matrix
-    return found
+                results[f"{name}.weight[{i}]"] = matrix
+    return results
 
 
 def plain_gradients(
@@ -210,28 +211,28 @@ def plain_gradients(
     either.
     """
     rows = max(1, min(_AT_ONCE // token_ids.shape[1], len(token_ids) // 8))
-    recompute, gpt.recompute = gpt.recompute, "block"
+    recompute = gpt.recompute
+    gpt.recompute = "block"
     total: Gradients = {}
     squares: dict[str, Tensor] = {}
-    with kernels.plain_torch(), _exact_products():
+    with _plain_torch():
         runtime = Runtime(gpt.device, torch.float32)
         for ids, of_ids in zip(token_ids.split(rows), targets.split(rows), strict=True):
             share = len(ids) / len(token_ids)
             for name, value in gradients(gpt, ids, of_ids, runtime).items():
                 part = value.float() * share
-                total[name] = total[name] + part if name in total else part
-                square = part.norm().square()
-                squares[name] = squares[name] + square if name in squares else square
+                total[name] = total.get(name, 0) + part
+                squares[name] = squares.get(name, 0) + part.norm().square()
     gpt.recompute = recompute
     return total, {name: square.sqrt() for name, square in squares.items()}
 
 
-def compare(found: Gradients, expected: Gradients, scales: dict[str, Tensor]) -> Difference:
+def compare(actual: Gradients, expected: Gradients, scales: dict[str, Tensor]) -> Difference:
     """Return the largest difference, relative to the scale of each tensor."""
     scale = {name: scales[name].maximum(value.norm()) for name, value in expected.items()}
     whole = torch.stack([scale[name] for name in scale if name != LOSS]).norm()
     sizes = {
-        name: (found[name].float() - value).norm() / scale[name].maximum(SMALL * whole)
+        name: (actual[name].float() - value).norm() / scale[name].maximum(SMALL * whole)
         for name, value in expected.items()
     }
     if LOSS in sizes:
@@ -239,8 +240,8 @@ def compare(found: Gradients, expected: Gradients, scales: dict[str, Tensor]) ->
     largest = torch.stack([*sizes.values()]).nan_to_num(nan=math.inf).argmax()
     name = [*sizes][int(largest)]
     size = sizes[name].nan_to_num(nan=math.inf)
-    norms = torch.stack([size, found[name].float().norm(), expected[name].norm()]).tolist()
-    return Difference(norms[0], name, *norms[1:])
+    norms = torch.stack([size, actual[name].float().norm(), expected[name].norm()]).tolist()
+    return Difference(norms[0], name, f" has norm {norms[1]:.4g}, in plain torch {norms[2]:.4g}")
 
 
 def prove_logits(gpt: GPT, runtime: Runtime, autocast: bool) -> None:
@@ -262,16 +263,16 @@ def prove_logits(gpt: GPT, runtime: Runtime, autocast: bool) -> None:
     ids = torch.randint(n_ids, (1, length), generator=torch.Generator().manual_seed(0))
     ids = ids.to(gpt.device)
     wide = {name: p.float() for name, p in gpt.named_parameters()}
-    with torch.inference_mode(), kernels.plain_torch(), _exact_products():
+    with torch.inference_mode(), _plain_torch():
         expected = {LOGITS: functional_call(gpt, wide, (ids,))}
     norms = {LOGITS: expected[LOGITS].norm()}
 
-    def difference(form: Form) -> Difference:
+    def difference_of(form: Form) -> Difference:
         use(gpt, form)
         with torch.inference_mode(), runtime.autocast() if autocast else nullcontext():
             return compare({LOGITS: gpt(ids)}, expected, norms)
 
-    form, _ = fastest_right(difference, False, runtime.dtype, World(gpt.device))
+    form, _ = fastest_right(difference_of, False, runtime.dtype, World(gpt.device))
     use(gpt, form)
     proofs.write(form, {"logits": True})
 
@@ -294,14 +295,17 @@ def _without_zeros(gpt: GPT) -> Iterator[None]:
 
 
 @contextmanager
-def _exact_products() -> Iterator[None]:
-    """Multiply float32 matrices in float32, not in TF32."""
-    before = torch.get_float32_matmul_precision()
+def _plain_torch() -> Iterator[None]:
+    """Use no kernels, and multiply float32 matrices in float32, not in TF32."""
+    left_out = [*kernels.left_out]
+    precision = torch.get_float32_matmul_precision()
+    kernels.leave_out(kernels.OPERATORS)
     torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        kernels.leave_out(left_out)
+        torch.set_float32_matmul_precision(precision)
 
 
 class Proofs:
@@ -323,7 +327,7 @@ class Proofs:
         self._path = cache_folder() / f"{key}.json"
 
     def read(self, options: JsonDict | None = None) -> Form | None:
-        """The form that was proved, with these options if any are given."""
+        """Return the form that was proved, with these options if any are given."""
         try:
             kept = read_json(self._path)
             if options is not None and kept["options"] != options:

@@ -33,8 +33,9 @@ def set_random_state(state: Tensor, device: torch.device) -> None:
         if device.type == "cuda":
             torch.cuda.set_rng_state(state[on_cpu:].clone(), device)
     except RuntimeError as error:
-        what = "the checkpoint's random.safetensors does not hold a generator's state"
-        raise UserError(f"{what}: {error}") from None
+        raise UserError(
+            f"the checkpoint's random.safetensors does not hold a generator's state: {error}"
+        ) from None
 
 
 def random_tensors(processes: int, device: str) -> Expected:

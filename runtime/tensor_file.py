@@ -73,12 +73,14 @@ def read_tensors(
     for name, (shape, dtypes) in expected.items():
         tensor = stored[name]
         if tensor.shape != shape:
-            what = f"{wrong}{name} has the shape {list(tensor.shape)}"
-            raise UserError(f"{what}, must have {list(shape)}")
+            raise UserError(
+                f"{wrong}{name} has the shape {list(tensor.shape)}, must have {list(shape)}"
+            )
         if tensor.dtype not in dtypes:
             allowed = " or ".join(sorted(map(_short, dtypes)))
-            what = f"{wrong}{name} has the type {_short(tensor.dtype)}"
-            raise UserError(f"{what}, must have {allowed}")
+            raise UserError(
+                f"{wrong}{name} has the type {_short(tensor.dtype)}, must have {allowed}"
+            )
         tensors[name] = tensor[rows[name]].clone() if name in rows else tensor
     return tensors
 

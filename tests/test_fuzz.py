@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from common.settings import UserError
 from data.documents import documents_in
-from data.shards import read_manifest
+from data.shards import TokenStream, read_manifest
 from data.tokenizer import load_tokenizer
 from runtime.checkpoint import load_model, newest, open_checkpoint
 
@@ -140,7 +140,7 @@ def use_dataset(folder):
     load_tokenizer(folder / "tokenizer.json")
     manifest = read_manifest(folder)
     for split in manifest.splits:
-        list(documents_in(folder, manifest, split, 50, 1000))
+        list(documents_in(TokenStream(folder, manifest, split), 50, 1000))
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from common.files import (
 )
 from common.settings import JsonDict, UserError, flat, printable
 from runtime.metrics import read_metrics
-from trainer.curves import RunCurves, set_limits
+from trainer.curves import RunCurves, set_limits, smoothed
 
 _LEFT_OUT = ("step", "of steps", "tokens", "parameters")
 """Columns that the table on a terminal has no room for."""
@@ -298,7 +298,8 @@ def _cells(row: Row, keys: Sequence[str]) -> dict[str, str]:
     """Return a row of the table by the titles of its columns; "" where nothing is known."""
     runs = row.runs
     losses = row.losses
-    training = [run.curves.loss.smoothed(0.02)[-1] for run in runs if run.curves.loss.bins]
+    means = [smoothed(run.curves.loss.bins()) for run in runs]
+    training = [run_means[-1] for run_means in means if run_means]
     speeds = [run.speed for run in runs if run.speed is not None]
     bits = [run.bits_per_byte for run in runs if run.bits_per_byte is not None]
     on_answers = " on answers" if runs[0].settings.get("data.loss") == "answers" else ""
@@ -331,9 +332,9 @@ def _draw(rows: Sequence[Row]) -> bytes:
             label = None
             if number < _MOST_NAMES and run is row.runs[0]:
                 label = f" {run.name}"  # an underscore at its beginning would hide it
-            losses = run.curves.loss
-            tokens = [bin.place for bin in losses.bins]
-            means = [*zip(tokens, losses.smoothed(0.02), strict=True)]
+            bins = run.curves.loss.bins()
+            tokens = [bin.tokens for bin in bins]
+            means = [*zip(tokens, smoothed(bins), strict=True)]
             _plot(left, run.curves.val, f"C{number}", label)
             _plot(right, means, f"C{number}", label)
             evaluated += run.curves.val

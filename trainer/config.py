@@ -101,25 +101,30 @@ class TrainConfig(FixedSettings, defaults="train"):
             raise ValueError("epochs does not work with data.mixture: give max_steps instead")
         if self.batch_tokens % self.seq_len:
             nearest = (self.batch_size or 1) * self.seq_len
-            what = f"batch_tokens={self.batch_tokens} is not divisible by seq_len={self.seq_len}"
-            raise ValueError(f"{what}: use {nearest}")
+            raise ValueError(
+                f"batch_tokens={self.batch_tokens} is not divisible by seq_len={self.seq_len}: "
+                f"use {nearest}"
+            )
         if self.runtime.context_parallel > 1:
             self._check_shared_sequences(self.runtime.context_parallel)
         if self.run_dir == Path():
-            remedy = "give one for the run, such as run_dir=runs/demo"
-            raise ValueError(f"run_dir is empty, or this folder: {remedy}")
+            raise ValueError(
+                "run_dir is empty, or this folder: give one for the run, such as run_dir=runs/demo"
+            )
         if self.model.max_len is not None and self.seq_len > self.model.max_len:
             positions = f"the {self.model.max_len} learned positions of the model"
-            what = f"seq_len={self.seq_len} is longer than {positions}"
-            raise ValueError(f"{what}: use at most that, or set model.position.max_len")
+            raise ValueError(
+                f"seq_len={self.seq_len} is longer than {positions}: "
+                "use at most that, or set model.position.max_len"
+            )
         if (self.runtime.sequence_chunk or self.seq_len) < self.seq_len:
             self.model.check_constant_state(f"runtime.sequence_chunk={self.runtime.sequence_chunk}")
         for layer in self.model.layers:
             if isinstance(layer, LongformerConfig) and layer.n_global > self.seq_len:
-                what = (
-                    f"n_global={layer.n_global} is more than the seq_len={self.seq_len} positions"
+                raise ValueError(
+                    f"n_global={layer.n_global} is more than the seq_len={self.seq_len} positions: "
+                    "lower it"
                 )
-                raise ValueError(f"{what}: lower it")
         return self
 
     def _check_shared_sequences(self, share: int) -> None:

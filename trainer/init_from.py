@@ -44,16 +44,20 @@ def open_source(
     theirs = model.model_dump(mode="json")
     if tokenizer.n_vocab > trained.n_vocab:
         if tokenizer.n_vocab > model.n_vocab_padded and config.pad_vocab == model.pad_vocab:
-            what = f"init_from={path} has rows for {model.n_vocab_padded} ids"
-            what += f", and the dataset has {tokenizer.n_vocab}, with its markers"
-            raise UserError(f"{what}: add rows by model.pad_vocab={max(64, 2 * model.pad_vocab)}")
+            raise UserError(
+                f"init_from={path} has rows for {model.n_vocab_padded} ids, and the dataset has "
+                f"{tokenizer.n_vocab}, with its markers: "
+                f"add rows by model.pad_vocab={max(64, 2 * model.pad_vocab)}"
+            )
         if config.n_vocab_padded >= model.n_vocab_padded:
             theirs |= {key: ours[key] for key in ("n_vocab", "pad_vocab")}
     changed = differences({"model": ours}, {"model": theirs})
     if changed:
         listed = ", ".join(changes_of(changed, "here:"))
-        remedy = "leave out the model and its settings: they are those of init_from"
-        raise UserError(f"init_from={path} has another model: {listed}; {remedy}")
+        raise UserError(
+            f"init_from={path} has another model: {listed}; leave out the model and its settings: "
+            "they are those of init_from"
+        )
     return source, trained
 
 

@@ -14,7 +14,6 @@ computes this one. Gradients of states go the opposite way in the backward pass.
 and L layers, this takes (L + n - 1) / L times as long as if no process ever waited.
 """
 
-import ctypes
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -68,7 +67,6 @@ def backward_in_chunks(
             torch.autograd.backward(roots, gradients_of_roots)
         gradients = [tensor.grad for tensor in _floats(state)]
         total += loss.detach()
-        _return_memory(number, token_ids)
     return total
 
 
@@ -77,23 +75,11 @@ def states_before(
 ) -> list[GPTState | None]:
     """The state before each chunk, (B, T) ids, without gradients; None before the first."""
     states: list[GPTState | None] = [None]
-    for number, ids in enumerate(ids_of_chunks[:-1], start=1):
+    for ids in ids_of_chunks[:-1]:
         with torch.no_grad(), runtime.autocast():
             _, state = summed_loss(ids, None, states[-1], True)
         states.append(state)
-        _return_memory(number, ids)
     return states
-
-
-def _return_memory(number: int, ids: Tensor) -> None:
-    """After every fourth chunk, return freed memory to the system, because glibc keeps it.
-
-    After every chunk, it would cost 7 to 13 % of the time: memory that is new to a process is slow.
-    """
-    if ids.is_cpu and number % 4 == 0:
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "malloc_trim"):  # other C libraries do not have it
-            libc.malloc_trim(0)
 
 
 def _leaf(x: Tensor) -> Tensor:

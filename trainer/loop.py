@@ -3,11 +3,12 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from common.command_line import overrides
 from common.console import say, warn
@@ -21,7 +22,6 @@ from runtime.device import Runtime, open_runtime, peak_flops
 from runtime.distributed import World, join_world
 from runtime.losses import evaluate
 from trainer.announce import TrainingProgress, announce
-from trainer.bad_steps import first_not_finite, why_bad
 from trainer.config import TrainConfig
 from trainer.init_from import open_source
 from trainer.records import Records
@@ -199,8 +199,10 @@ def take_step(
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        what = f"out of memory in step {step} with micro-batches of {run.micro_batch} sequences"
-        raise UserError(f"{what}: lower runtime.micro_batch") from error
+        raise UserError(
+            f"out of memory in step {step} with micro-batches of {run.micro_batch} sequences: "
+            "lower runtime.micro_batch"
+        ) from error
     if result is None:
         return None
     if result.refused is not None:
@@ -216,7 +218,7 @@ def _skip(run: Run, reason: str) -> JsonDict:
     """Skip a bad step, and return its line; UserError: the run must halt (runtime.on_nonfinite)."""
     config = run.config
     step = run.state.step + 1
-    not_finite = first_not_finite(run.gpt.named_parameters(), run.world)
+    not_finite = _first_not_finite(run.gpt.named_parameters(), run.world)
     if not_finite:
         reason = f"{reason} (first gradients not finite: {', '.join(not_finite)})"
     run.optimizer.zero_grad()
@@ -229,11 +231,28 @@ def _skip(run: Run, reason: str) -> JsonDict:
         remedy = f"lower optim.max_lr={config.optim.max_lr:g}, or see runtime.on_nonfinite"
         remedy += ", and start again"
         look = f"scripts/inspect_dataset.py run_dir={config.run_dir} step={step} shows what it read"
-        what = f"step {step}: {reason}{often}; the weights are unchanged"
-        raise UserError(f"{what}: {remedy}; {look}")
+        raise UserError(
+            f"step {step}: {reason}{often}; the weights are unchanged: {remedy}; {look}"
+        )
     warn(f"skipping step {step}: {reason}")
     run.update(step=step, skipped_steps={**run.state.skipped_steps, step: reason})
     return _line(run, event="skipped", reason=reason)
+
+
+def why_bad(loss: float, grad_norm: float) -> str | None:
+    """Return why a step must not change the weights, or None; the same in all processes."""
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return None
+    return f"loss is {loss} and the gradient's norm {grad_norm}"
+
+
+def _first_not_finite(named: Iterable[tuple[str, Tensor]], world: World) -> list[str]:
+    """Names of the first three parameters whose gradient is not finite. All processes call this."""
+    names = []
+    for name, p in named:
+        if p.grad is not None and not world.unshard(p.grad).isfinite().all():
+            names.append(name)
+    return names[:3]
 
 
 def _line(run: Run, **values: Any) -> JsonDict:
@@ -272,8 +291,9 @@ def _evaluate(run: Run, records: Records) -> bool:
         run.gpt, run.windows, byte_lengths, run.micro_batch, run.runtime, run.world, chunk
     )
     if not math.isfinite(loss.nats):
-        what = f"step {step}: validation loss is {loss.nats}"
-        raise UserError(f"{what}: lower optim.max_lr, and start again")
+        raise UserError(
+            f"step {step}: validation loss is {loss.nats}: lower optim.max_lr, and start again"
+        )
     if config.eval.prompt is not None:
         text = sample(
             run.gpt, config.eval.prompt, run.tokenizer, run.runtime, run.world, config.seed

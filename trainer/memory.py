@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from common.numbers import ceil_div
 from model.attention import AttentionConfig
+from model.attention.softmax import SoftmaxConfig
 from model.gpt import GPT, GPTConfig
 from model.layers import Recompute
 from model.ops import linear_cross_entropy
@@ -95,19 +96,18 @@ def step_memory(
     seq_len = min(seq_len, runtime.sequence_chunk or seq_len)
     V, D = gpt.embed.weight.shape
     n_tokens = micro_batch * seq_len
-    of_weights = V * D * wide  # the loss computes the gradient of the output layer
-    copy = 0
+    weight_bytes = V * D * wide  # the loss computes the gradient of the output layer
+    weight_copy = 0
     if narrow < wide:
-        of_weights += n_cast * narrow
-        copy = V * D * narrow
+        weight_bytes += n_cast * narrow
+        weight_copy = V * D * narrow
 
     most = linear_cross_entropy.CHUNK[runtime.device.type] // narrow
     logits = V * min(n_tokens, max(1, most // V))
-    in_float32 = (
-        3 * min(logits, most // linear_cross_entropy.ROW_CHUNKS[runtime.device.type]) * wide
-    )
+    most_in_float32 = most // linear_cross_entropy.ROW_CHUNKS[runtime.device.type]
+    in_float32 = 3 * min(logits, most_in_float32) * wide
     # The weight, and its gradient, in the type of products.
-    loss = logits * narrow + copy + max(copy, in_float32)
+    loss = logits * narrow + weight_copy + max(weight_copy, in_float32)
     # Gradients, input and product.
     layer: float = D * wide + max(layer.out_features for layer in linear) * narrow
     outside, kept = kept_per_token(gpt.config, seq_len, runtime.dtype)
@@ -121,7 +121,7 @@ def step_memory(
         weights=local_weights,
         gradients=gradients,
         optimizer=round(means * local_weights),
-        activations=round(n_tokens * (outside + sum(kept))) + of_weights,
+        activations=round(n_tokens * (outside + sum(kept))) + weight_bytes,
         working=gathered + max(loss, round(n_tokens * layer)),
     )
 
@@ -163,8 +163,8 @@ def kept_per_token(
 
     layers = [_without_kernel(layer) for layer in config.layers]
     first = measured(layers[0])
-    of_input = config.n_embd * Runtime(torch.device("cpu"), dtype).param_dtype.itemsize
-    outside = measured(layers[0], recompute="block") - of_input
+    input_bytes = config.n_embd * Runtime(torch.device("cpu"), dtype).param_dtype.itemsize
+    outside = measured(layers[0], recompute="block") - input_bytes
     kept = [first - outside]
     for layer in layers[1:]:
         kept.append(measured(layers[0], layer) - first)
@@ -176,8 +176,9 @@ def _without_kernel(layer: AttentionConfig) -> AttentionConfig:
 
     All kernels except torch's math kernel keep the same tensors.
     """
-    fused = getattr(layer, "kernel", "math") != "math"
-    return layer.model_copy(update={"kernel": "auto"}) if fused else layer
+    if isinstance(layer, SoftmaxConfig) and layer.kernel != "math":
+        return layer.model_copy(update={"kernel": "auto"})
+    return layer
 
 
 @cache
@@ -188,9 +189,9 @@ def _measured(config_json: str, tokens: int, dtype: torch.dtype, recompute: Reco
         gpt = GPT(GPTConfig.model_validate_json(config_json)).to(runtime.param_dtype)
     gpt.recompute = recompute
     # A single sequence can need fewer copies; the third adds as much as every further one.
-    of_two = _kept(gpt, torch.zeros(2, tokens, dtype=torch.int64), runtime)
-    of_three = _kept(gpt, torch.zeros(3, tokens, dtype=torch.int64), runtime)
-    return (of_three - of_two) / tokens
+    kept_of_two = _kept(gpt, torch.zeros(2, tokens, dtype=torch.int64), runtime)
+    kept_of_three = _kept(gpt, torch.zeros(3, tokens, dtype=torch.int64), runtime)
+    return (kept_of_three - kept_of_two) / tokens
 
 
 def _kept(gpt: GPT, ids: Tensor, runtime: Runtime) -> int:

@@ -65,8 +65,10 @@ def choose_micro_batch(
         torch.compiler.reset()  # code compiled for many sizes is slower than code for one
     where = f"the {memory / 1e9:.1f} GB of {device_name(world.device)}"
     if chosen == 0:
-        what = f"runtime.micro_batch=auto: one sequence does not fit in {where}"
-        raise UserError(f"{what}: use a smaller model or a smaller {seq_len=}")
+        raise UserError(
+            f"runtime.micro_batch=auto: one sequence does not fit in {where}: "
+            f"use a smaller model or a smaller {seq_len=}"
+        )
     say(f"runtime.micro_batch=auto: {chosen} of up to {share} sequences, in {where}")
     return chosen
 

@@ -16,8 +16,6 @@ from model.layers import FusedLinear
 from runtime.distributed import World
 from trainer.mup import TransferConfig, ratios, scales
 
-_TOGETHER = 2**20
-"""Numbers in matrices that CPUs multiply together: to start a small product takes longer."""
 _AT_ONCE = 2**27
 """Numbers in updates that exist, and are sent, at once: with temporary ones about 3 GiB."""
 
@@ -159,11 +157,7 @@ class Muon(torch.optim.Optimizer):
             "weight_decay": config.weight_decay,
         }
         super().__init__(list(self._layers), defaults)
-        self._rounds: dict[int, list[list[Tensor]]] = {}
-        n_numbers = 0
-        for weights in self._alike():
-            n_numbers += len(weights) * weights[0].numel()
-            self._rounds.setdefault(n_numbers // _AT_ONCE, []).append(weights)
+        self._kinds = list(self._alike())
         for p in self._layers:
             self.state[p] = {"mean": torch.zeros_like(p)}
         self.param_groups += adamw.param_groups
@@ -173,44 +167,27 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all parameters."""
         self._adamw.step()
-        for batches in self._rounds.values():
-            with_gradients = [[p for p in weights if p.grad is not None] for weights in batches]
-            with_gradients = [weights for weights in with_gradients if weights]
+        for weights in self._kinds:
+            with_gradients = [p for p in weights if p.grad is not None]
             if with_gradients:
                 self._update(with_gradients)
 
-    def _update(self, batches: list[list[Tensor]]) -> None:
-        """Update weights. The process with the least to do computes a batch's updates, for all."""
+    def _update(self, weights: list[Tensor]) -> None:
+        """Update weights of one kind: each process computes a share of the updates, for all."""
         group = self.param_groups[0]
         world = self._world
-        loads = [0] * world.size  # numbers that each process computes
-        places: list[
-            tuple[int, int]
-        ] = []  # of each batch: its process, and where its updates begin
-        updates_here: list[Tensor] = []
-        for batch in batches:
-            rank = loads.index(min(loads))
-            places.append((rank, loads[rank]))
-            loads[rank] += len(batch) * batch[0].numel()
-            means = [self.state[p]["mean"] for p in batch]
-            grads = [p.grad for p in batch if p.grad is not None]
-            torch._foreach_lerp_(means, grads, 1 - group["momentum"])
-            ahead = torch.stack(grads)  # (n, rows, columns)
-            torch._foreach_lerp_(ahead.unbind(), means, group["momentum"])  # Nesterov's momentum
-            ahead = world.unshard(ahead)
-            if rank == world.rank:
-                updates_here.append(self._updates_of(batch[0], ahead).flatten())
-        n_missing = max(loads) - loads[world.rank]
-        dtype = batches[0][0].dtype
-        updates_here.append(torch.empty(n_missing, dtype=dtype, device=world.device))
-        gathered = world.gather(torch.cat(updates_here))
-        weights: list[Tensor] = []
-        updates: list[Tensor] = []
-        for batch, (rank, first) in zip(batches, places, strict=True):
-            n_numbers = len(batch) * batch[0].numel()
-            of_batch = gathered[rank].narrow(0, first, n_numbers).view(-1, *batch[0].shape)
-            updates += [world.shard_like(x, p) for x, p in zip(of_batch, batch, strict=True)]
-            weights += batch
+        means = [self.state[p]["mean"] for p in weights]
+        grads = [p.grad for p in weights if p.grad is not None]
+        torch._foreach_lerp_(means, grads, 1 - group["momentum"])
+        ahead = torch.stack(grads)  # (n, rows, columns)
+        torch._foreach_lerp_(ahead.unbind(), means, group["momentum"])  # Nesterov's momentum
+        ahead = world.unshard(ahead)
+        share = ceil_div(len(weights), world.size)
+        here = ahead[share * world.rank :][:share]
+        updates_here = ahead.new_zeros(share, *ahead.shape[1:])  # as many in every process
+        updates_here[: len(here)] = self._updates_of(weights[0], here)
+        gathered = torch.cat(world.gather(updates_here))[: len(weights)]
+        updates = [world.shard_like(x, p) for x, p in zip(gathered, weights, strict=True)]
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_sub_(weights, updates, alpha=group["lr"])
 
@@ -236,13 +213,9 @@ class Muon(torch.optim.Optimizer):
             division = (layer.parts, layer.n_group) if isinstance(layer, FusedLinear) else None
             kinds.setdefault((p.shape, division, self._factors[p]), []).append(p)
         for weights in kinds.values():
-            numel = weights[0].numel()
-            if self._world.device.type == "cpu":
-                n = _TOGETHER // numel
-            else:
-                n = min(_AT_ONCE // numel, ceil_div(len(weights), self._world.size))
-            for first in range(0, len(weights), max(1, n)):
-                yield weights[first : first + max(1, n)]
+            n = max(1, _AT_ONCE // weights[0].numel())
+            for first in range(0, len(weights), n):
+                yield weights[first : first + n]
 
 
 def orthogonal(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,7 @@ class Records:
         self.log: MetricsLog | None = None
         self._trackers: list[Tracker] = []
         self._run_dir = run.config.run_dir
-        self._of = " on answers" if run.config.data.loss == "answers" else ""
+        self._loss_suffix = " on answers" if run.config.data.loss == "answers" else ""
         if not run.world.is_main:
             return
         config = run.config.model_dump(mode="json")
@@ -49,7 +49,7 @@ class Records:
         """Redraw loss.png, and write samples.txt."""
         if self.log is None:
             return
-        draw_losses(self.curves, self._run_dir / "loss.png", str(self._run_dir), self._of)
+        draw_losses(self.curves, self._run_dir / "loss.png", str(self._run_dir), self._loss_suffix)
         if self.curves.samples:
             samples = [f"--- step {step}\n{text}" for step, text in self.curves.samples]
             write_or_warn(self._run_dir / "samples.txt", "\n\n".join(samples) + "\n")

@@ -29,16 +29,21 @@ def check_folder(run_dir: Path) -> None:
     if not run_dir.resolve().name:
         raise UserError(f"run_dir={run_dir} is the root of all files: choose a folder in it")
     if (run_dir / "manifest.json").exists():
-        what = f"run_dir={run_dir} is a dataset or a checkpoint"
-        raise UserError(f"{what}: choose another folder for the run")
+        raise UserError(
+            f"run_dir={run_dir} is a dataset or a checkpoint: choose another folder for the run"
+        )
     runs = sorted(run_dir.glob("*/checkpoints"))
     if runs:
-        what = f"run_dir={run_dir} has runs in it, such as {runs[0].parent.name}"
-        raise UserError(f"{what}: choose a folder beside them")
+        raise UserError(
+            f"run_dir={run_dir} has runs in it, such as {runs[0].parent.name}: "
+            "choose a folder beside them"
+        )
     records = [name for name in _RECORDS if (run_dir / name).exists()]
     if records and not (run_dir / "run.lock").exists():
-        what = f"run_dir={run_dir} is no run, and training would overwrite its {records[0]}"
-        raise UserError(f"{what}: choose another")
+        raise UserError(
+            f"run_dir={run_dir} is no run, and training would overwrite its {records[0]}: "
+            "choose another"
+        )
 
 
 @contextlib.contextmanager

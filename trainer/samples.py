@@ -22,24 +22,20 @@ _TEMPERATURE = 0.8
 def read_prompt(prompt: str, tokenizer: Tokenizer, max_len: int | None) -> tuple[str, list[int]]:
     """Return what a sample begins with: a text, and its tokens after <|endoftext|>, as in training.
 
-    A tokenizer without text (tokenizer=none) cannot encode an experiment's prompt, so the sample
-    begins without it.
-
     Raises:
         UserError: the tokens do not fit into the model's learned positions.
     """
-    try:
-        if prompt and isinstance(tokenizer, ChatTokenizer):
-            ids = [tokenizer.eot_id, *tokenizer.encode_chat([("user", prompt)], answer=True)]
-            prompt += "\n"
-        else:
-            ids = [tokenizer.eot_id, *tokenizer.encode(prompt)]
-    except UserError:
-        prompt = ""
-        ids = [tokenizer.eot_id]
+    ids = [tokenizer.eot_id]
+    if prompt and isinstance(tokenizer, ChatTokenizer):
+        ids += tokenizer.encode_chat([("user", prompt)], answer=True)
+        prompt += "\n"
+    else:
+        ids += tokenizer.encode(prompt)
     if max_len is not None and len(ids) > max_len:
-        what = f"eval.prompt has {len(ids)} tokens, more than the model's {max_len} positions"
-        raise UserError(f"{what}: shorten it")
+        raise UserError(
+            f"eval.prompt has {len(ids)} tokens, more than the model's {max_len} positions: "
+            "shorten it"
+        )
     return prompt, ids
 
 

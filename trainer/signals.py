@@ -61,6 +61,8 @@ class StopSignals:
                 first = time.monotonic()
                 warn(f"{self.received.name}: saving and stopping; a second signal stops at once")
             elif time.monotonic() - first >= self._echo_seconds:
-                what = f"{signal.Signals(byte[0]).name}, the second signal: stopped at once"
-                line = f"{what}; the same command resumes from the last save"
-                leave_at_once(128 + byte[0], line)
+                leave_at_once(
+                    128 + byte[0],
+                    f"{signal.Signals(byte[0]).name}, the second signal: stopped at once; "
+                    "the same command resumes from the last save",
+                )

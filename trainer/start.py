@@ -79,8 +79,10 @@ def open_run(config: TrainConfig, runtime: Runtime, world: World) -> Run:
         batches.mix(config.data.mixture)
     checkpoint = find_checkpoint(config.run_dir, world)
     if checkpoint is not None and config.resume == "never":
-        what = f"run_dir={config.run_dir} holds a run, and resume=never"
-        raise UserError(f"{what}: choose another, or resume=auto")
+        raise UserError(
+            f"run_dir={config.run_dir} holds a run, and resume=never: "
+            "choose another, or resume=auto"
+        )
     group = SequenceGroup(world, config.runtime.context_parallel)
     gpt, summed_loss = build_model(
         config, runtime, world, group, config.data.reset_at(tokenizer.eot_id)
@@ -130,22 +132,26 @@ def open_data(
     manifest = read_manifest(folder)
     tokenizer = load_tokenizer(folder / TOKENIZER)
     if tokenizer.sha256 != manifest.tokenizer.sha256:
-        what = f"{folder / TOKENIZER} is not the manifest's tokenizer"
-        raise UserError(f"{what}: prepare the data again")
+        raise UserError(
+            f"{folder / TOKENIZER} is not the manifest's tokenizer: prepare the data again"
+        )
     if tokenizer.n_vocab > config.model.n_vocab:
         if config.init_from is not None:
             # Its error says which of the two does not fit.
             open_source(config.init_from, config.model, tokenizer)
-        what = f"dataset_dir={folder} was made with tokenizer {tokenizer.name}"
-        what += f" of {tokenizer.n_vocab} ids, and model.n_vocab={config.model.n_vocab}"
-        raise UserError(f"{what}: set model.n_vocab={tokenizer.n_vocab}, or use another dataset")
+        raise UserError(
+            f"dataset_dir={folder} was made with tokenizer {tokenizer.name} of "
+            f"{tokenizer.n_vocab} ids, and model.n_vocab={config.model.n_vocab}: "
+            f"set model.n_vocab={tokenizer.n_vocab}, or use another dataset"
+        )
     if config.eval.prompt is not None:
         read_prompt(config.eval.prompt, tokenizer, config.model.max_len)
     train = TokenStream(folder, manifest, "train", config.data.loss)
     val = TokenStream(folder, manifest, "val", config.data.loss)
     if val.n_tokens < 2:
-        what = f"dataset_dir={folder} has no text in its split val"
-        raise UserError(f"{what}: prepare it with val_tokens")
+        raise UserError(
+            f"dataset_dir={folder} has no text in its split val: prepare it with val_tokens"
+        )
     rows = open_rows(train, config.seq_len)
     config = config.for_rows(len(rows))
     batches = TrainBatches(rows, config.batch_size, config.seed)
@@ -165,18 +171,23 @@ def _check_processes(
     _check_auto(config, runtime)
     share = config.runtime.context_parallel
     if world.size % share:
-        what = f"runtime.context_parallel={share} does not divide {world.size} processes"
-        raise UserError(f"{what}: start {share} or a multiple of it with torchrun")
+        raise UserError(
+            f"runtime.context_parallel={share} does not divide {world.size} processes: "
+            f"start {share} or a multiple of it with torchrun"
+        )
     batch = f"batch_tokens={config.batch_tokens} is {config.batch_size} sequences"
     if config.epochs is not None:
         batch += f" with epochs={config.epochs:g} (with max_steps, batch_tokens stays)"
     if config.batch_size < world.size // share:
         groups = f"{world.size // share} groups of {share}" if share > 1 else f"{world.size}"
-        what = f"{batch}, fewer than {groups} processes"
-        raise UserError(f"{what}: start fewer, or raise batch_tokens")
+        raise UserError(
+            f"{batch}, fewer than {groups} processes: start fewer, or raise batch_tokens"
+        )
     if config.runtime.strategy == "fsdp" and config.batch_size % world.size:
-        needed = f"divisible among {world.size} processes, as runtime.strategy=fsdp needs"
-        raise UserError(f"{batch}, not {needed}: change one of them, or use runtime.strategy=ddp")
+        raise UserError(
+            f"{batch}, not divisible among {world.size} processes, as runtime.strategy=fsdp "
+            "needs: change one of them, or use runtime.strategy=ddp"
+        )
 
 
 def _check_auto(config: TrainConfig, runtime: Runtime) -> None:
@@ -185,12 +196,14 @@ def _check_auto(config: TrainConfig, runtime: Runtime) -> None:
         return
     number = "give a number, such as runtime.micro_batch=8"
     if runtime.device.type == "cpu":
-        what = "runtime.micro_batch=auto needs a GPU, which reports when its memory is full"
-        raise UserError(f"{what}: {number}")
+        raise UserError(
+            f"runtime.micro_batch=auto needs a GPU, which reports when its memory is full: {number}"
+        )
     if config.runtime.strategy == "fsdp":
-        what = "runtime.micro_batch=auto does not work with runtime.strategy=fsdp"
-        what += ", whose processes wait for each other"
-        raise UserError(f"{what}: {number}, or use runtime.strategy=ddp")
+        raise UserError(
+            "runtime.micro_batch=auto does not work with runtime.strategy=fsdp, whose processes "
+            f"wait for each other: {number}, or use runtime.strategy=ddp"
+        )
 
 
 def build_model(
@@ -224,7 +237,9 @@ def prove(run: Run) -> None:
 
     With fsdp, a process has no gradient of its own: the main process proves a model of two blocks.
     """
-    config, world, gpt = run.config, run.world, run.gpt
+    config = run.config
+    world = run.world
+    gpt = run.gpt
     options: JsonDict = {
         **config.runtime.model_dump(mode="json", include={"kernels", "recompute", "strategy"}),
         "compile": compiles(config.runtime, run.runtime),
@@ -237,9 +252,10 @@ def prove(run: Run) -> None:
         use(gpt, Form(*known[0]))
         return
     first = run.group.index * config.batch_size // run.group.count
-    arrays = run.batches.batch(run.state.step, first, first + run.micro_batch)
+    batch = run.batches.batch(run.state.step, first, first + run.micro_batch)
     length = config.seq_len // run.group.size
-    token_ids, targets = [torch.from_numpy(ids[:, :length]) for ids in arrays]
+    token_ids = torch.from_numpy(batch[0][:, :length])
+    targets = torch.from_numpy(batch[1][:, :length])
     if not (targets >= 0).any():  # a question without its answer has no gradient
         targets = token_ids.roll(-1, 1)
     if config.runtime.strategy == "ddp":
@@ -251,8 +267,9 @@ def prove(run: Run) -> None:
             small = GPT(config.model.model_copy(update={"n_layer": n_layer}), gpt.eot_id)
             small.to(world.device).recompute = config.runtime.recompute
             alone = World(world.device)
-            batch = token_ids, targets
-            proved = prove_gradients(small, *batch, run.runtime, alone, options["compile"])
+            proved = prove_gradients(
+                small, token_ids, targets, run.runtime, alone, options["compile"]
+            )
         form = Form(*world.exchange(proved)[0])
         use(gpt, form)
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of each machine

@@ -2,7 +2,6 @@
 
 import importlib
 import shlex
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -13,8 +12,6 @@ from pydantic import Field
 from common import exits
 from common.console import say, warn
 from common.settings import JsonDict, Settings
-
-_TENSORBOARD_SECONDS = 60.0
 
 Log = Callable[[JsonDict], object]
 
@@ -65,19 +62,15 @@ class Tracker:
     Training continues whatever error the library raises.
     """
 
-    def __init__(
-        self, name: str, every: int, finish_seconds: float, library: AbstractContextManager[Log]
-    ) -> None:
+    def __init__(self, name: str, every: int, library: AbstractContextManager[Log]) -> None:
         """Start.
 
         Args:
             every: of the training lines, only those of a multiple of so many steps are sent.
-            finish_seconds: how long `finish` waits.
             library: opens the library, gives what logs a line, and sends what is left when closed.
         """
         self._name = name
         self._every = every
-        self._finish_seconds = finish_seconds
         self._library = library
         self._log: Log | None = None
         with self._guarded():
@@ -91,18 +84,10 @@ class Tracker:
                 self._log(line)
 
     def finish(self) -> None:
-        """Wait until everything is sent, but no longer than finish_seconds."""
-        if self._log is None:
-            return
-        thread = threading.Thread(target=self._close, daemon=True)
-        thread.start()
-        thread.join(self._finish_seconds)
-        if thread.is_alive():
-            self._give_up(f"it did not finish within {self._finish_seconds:g} seconds")
-
-    def _close(self) -> None:
-        with self._guarded():
-            self._library.__exit__(None, None, None)
+        """Send what is left, and close the library."""
+        if self._log is not None:
+            with self._guarded():
+                self._library.__exit__(None, None, None)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -124,11 +109,10 @@ def open_trackers(
     trackers = []
     if config.wandb is not None:
         run = _wandb(config.wandb, run_id, run_dir, settings)
-        trackers.append(Tracker("wandb", config.wandb.every, config.wandb.finish_seconds, run))
+        trackers.append(Tracker("wandb", config.wandb.every, run))
     if config.tensorboard is not None:
         files = _tensorboard(run_dir / "tensorboard", resumed_at)
-        every = config.tensorboard.every
-        trackers.append(Tracker("tensorboard", every, _TENSORBOARD_SECONDS, files))
+        trackers.append(Tracker("tensorboard", config.tensorboard.every, files))
     return trackers
 
 
@@ -144,8 +128,13 @@ def _wandb(config: WandbConfig, run_id: str, run_dir: Path, settings: JsonDict) 
         name=config.run_name or run_dir.name,
         dir=str(run_dir),
         config=settings,
-        # It neither wraps stdout nor asks for a missing API key.
-        settings={"console": "off", "silent": True},
+        settings={
+            # It neither wraps stdout nor asks for a missing API key.
+            "console": "off",
+            "silent": True,
+            "finish_timeout": config.finish_seconds,
+            "finish_timeout_raises": True,
+        },
     )
     if config.mode == "offline":
         upload = shlex.join(["wandb", "sync", str(Path(run.dir).parent)])

@@ -14,14 +14,14 @@ import orjson
 from common.files import open_file
 from data.prepare.items import BINARY, LONG_WINDOW, NOT_JSON, NOT_UTF8, CountBytes, Unreadable
 
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+COMPRESSED = (".gz", ".zst")
 LONGEST_LINE = 2**28
 _READ_BYTES = 2**20
-# Small, because a hostile archive can unpack to 30,000 times its size, .bz2 to a million times.
+# Small, because a hostile archive can unpack to 30,000 times its size.
 _PACKED_BYTES = 4_096
-# Of what a read unpacks to; small enough to split even if it is nothing but newlines.
+# Bytes of unpacked content at a time: few enough to split even if all are newlines.
 _CHUNK_BYTES = 2**21
-# Those that no text or log has.
+# Control characters that no text or log has.
 _CONTROLS = bytes({*range(32), 127} - {*b"\b\t\n\v\f\r\x1a\x1b"})
 
 
@@ -31,7 +31,7 @@ def read_lines(path: Path, seen: CountBytes) -> Iterator[bytes | bytearray | Non
     Nothing else ends a line, not U+2028 or "\r". A line of more than LONGEST_LINE bytes is skipped:
     None. Errors are those of `read_bytes`.
     """
-    line: bytearray | None = bytearray()  # which the next chunk continues; None: it is too long
+    line: bytearray | None = bytearray()  # the next chunk continues it; None: it is too long
     for chunk in read_bytes(path, seen):
         first, *rest = chunk.split(b"\n")
         if line is not None:
@@ -115,14 +115,6 @@ def _content(path: Path, seen: CountBytes) -> Iterator[bytes]:
         )
     if suffix == ".gz":
         return _decompressed(read(_PACKED_BYTES), lambda: zlib.decompressobj(wbits=31), zlib.error)
-    if suffix == ".bz2":
-        import bz2  # not in every Python
-
-        return _decompressed(read(_PACKED_BYTES // 64), bz2.BZ2Decompressor, OSError)
-    if suffix == ".xz":
-        import lzma  # not in every Python
-
-        return _decompressed(read(_PACKED_BYTES), lzma.LZMADecompressor, lzma.LZMAError)
     return read(_READ_BYTES)
 
 
@@ -138,7 +130,7 @@ def _decompressed(
 ) -> Iterator[bytes]:
     """Decompress an archive.
 
-    It may hold several frames (.zst), members (.gz) or streams (.bz2, .xz) in a row.
+    It may hold several frames (.zst) or members (.gz) in a row.
     """
     frame = None
     for chunk in chunks:

@@ -92,7 +92,7 @@ def encode_all(
             if in_this_process:
                 yield _encode(source, tokenizer, batch)
             else:
-                pending.append(_submit(pool, batch))
+                pending.append(pool.submit(_encode_in_worker, batch))
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool:
@@ -120,18 +120,6 @@ def _batches(raws: Iterator[Raw]) -> Iterator[list[Raw]]:
         yield batch
 
 
-def _submit(pool: ProcessPoolExecutor, batch: list[Raw]) -> Future[list[Item]]:
-    """Submit items to the workers.
-
-    Workers start here and inherit the blocked SIGINT: Ctrl-C is handled by this process alone.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        return pool.submit(_encode_in_worker, batch)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _encode(source: Source, tokenizer: Tokenizer, batch: list[Raw]) -> list[Item]:
     """Parse and tokenize items."""
     items: list[Item] = []
@@ -155,10 +143,6 @@ def _encode_document(document: Document, position: Position, tokenizer: Tokenize
         return [encoded._replace(unread=document.unread)]
     if not isinstance(content, str):
         return _split_ids(content, document.set_name, position, tokenizer)
-    if tokenizer.name == "none":
-        raise UserError(
-            f"{position} is text, and tokenizer=none takes ids: give the tokenizer to use"
-        )
     text = tokenizer.normalized(content)
     utf8 = text.encode()
     dtype = token_dtype(tokenizer.n_vocab)
@@ -186,12 +170,13 @@ def _split_ids(
     return documents
 
 
-_of_worker: tuple[Source, Tokenizer]  # of a worker process
+_worker_state: tuple[Source, Tokenizer]  # of a worker process
 
 
 def _start_worker(source: Source, tokenizer_file: Path) -> None:
-    global _of_worker
-    _of_worker = source, load_tokenizer(tokenizer_file)
+    global _worker_state
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    _worker_state = source, load_tokenizer(tokenizer_file)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -204,5 +189,4 @@ def _end_with_parent() -> None:
 
 
 def _encode_in_worker(batch: list[Raw]) -> list[Item]:
-    source, tokenizer = _of_worker
-    return _encode(source, tokenizer, batch)
+    return _encode(*_worker_state, batch)

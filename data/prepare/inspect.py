@@ -62,7 +62,7 @@ def row_text(stream: TokenStream, spans: Spans, n_tokens: int, tokens: Sequence[
 def _are_targets(stream: TokenStream, start: int, stop: int) -> np.ndarray:
     """Return whether tokens [start, stop) of conversations are targets, bool (stop - start,)."""
     are_targets = np.zeros(stop - start, bool)
-    for document in documents_in(stream.dataset_dir, stream.manifest, stream.split, start, stop):
+    for document in documents_in(stream, start, stop):
         ids = np.append(stream.eot_id, stream.read(document.start, min(document.stop, stop)))
         _, targets = answer_targets(ids, stream.n_vocab)
         first = max(start, document.start)
@@ -76,10 +76,9 @@ def documents_table(stream: TokenStream, rows: list[Spans]) -> Table:
         ["set", "input"],
         ["document", "tokens read", "of", "row", "offset in the split"],
     )
-    where = stream.dataset_dir, stream.manifest, stream.split
     for row, spans in enumerate(rows):
         for start, stop in spans:
-            for document in documents_in(*where, start, stop):
+            for document in documents_in(stream, start, stop):
                 begin = max(start, document.start)
                 end = min(stop, document.stop)
                 table.add_row(

@@ -37,9 +37,8 @@ NOT_JSON = "malformed JSON"
 NOT_UTF8 = "invalid UTF-8"
 BINARY = "binary data"
 ARRAY = "JSON array"
-FOUR_BYTES = "seems to hold ids of 4 or 8 bytes"
+NO_HEADER = "ids without a header"
 OUT_OF_RANGE = "id out of range"
-NOT_IDS = "not a list of ids"
 LONG_LINE = "line too long"
 LONG_WINDOW = "zstd window above 128 MB"
 REMEDIES = {
@@ -48,8 +47,6 @@ REMEDIES = {
     '"user", "content": "Hello"}, ...]}, {"conversations": [{"from": "human", "value": "Hello"}, '
     '...]}, or {"instruction": "Say hello", "input": "", "output": "Hello"}',
     NOT_JSON: "write one JSON object a line, or read plain text with data=text, CSV with data=hf",
-    NOT_IDS: "write ids as integers, read texts with data=jsonl, conversations with data=chat, or "
-    "with data=hf data.chat=true",
     NOT_UTF8: "convert it with iconv -f ENCODING -t utf-8, where ENCODING is the one it was "
     "written in, such as cp1252 or utf-16",
     BINARY: "unpack archives, extract the text of PDF files, convert UTF-16 with iconv -f utf-16 "
@@ -57,9 +54,8 @@ REMEDIES = {
     NO_ROLE: 'write each as {"role": "user", "content": "Hello"}',
     ARRAY: "write one object a line, or use data=hf data.path=json data.data_files=FILE "
     "data.text_field=KEY",
-    FOUR_BYTES: "give data.dtype=uint32 or int64, or data.dtype=uint16 if they have 2 bytes",
-    OUT_OF_RANGE: "give the tokenizer and the data.dtype that made the ids, or tokenizer=none with "
-    "a tokenizer.n_vocab above all ids",
+    NO_HEADER: "give their type, such as data.dtype=uint16 for nanoGPT's",
+    OUT_OF_RANGE: "give the tokenizer and the data.dtype that made the ids",
     LONG_LINE: "write one object a line, as jq -c '.[]' does",
     LONG_WINDOW: "decompress the archive with zstd -d --long=31",
 }

@@ -24,7 +24,6 @@ from data.prepare.items import (
     LONG_LINE,
     NO_CONVERSATION,
     NO_TEXT,
-    NOT_IDS,
     NOT_JSON,
     CountBytes,
     Document,
@@ -33,7 +32,7 @@ from data.prepare.items import (
     Unreadable,
 )
 
-_OF_DATASETS = re.compile(
+_DATASET_FILE = re.compile(
     r"\.(parquet|arrow|csv|json)l?((?<=csv)\.(gz|bz2|xz|zst))?$", re.IGNORECASE
 )
 JSON_LINES = tuple(
@@ -68,10 +67,6 @@ class Source(Settings):
         if self.is_chat:
             messages, record = content
             return Document(_conversation(messages), set_name, _unread_keys(record, messages))
-        if isinstance(content, list):
-            if not all(type(value) is int and -(2**63) <= value < 2**63 for value in content):
-                raise Unreadable(NOT_IDS)
-            content = np.array(content, np.int64)
         if not isinstance(content, str | np.ndarray):
             raise Unreadable("text is not a string")
         if not len(content):
@@ -238,11 +233,6 @@ class NamedFiles(FileSource):
 
     `**` in a glob reaches into folders.
     """
-    text_field: str
-    """The key that holds the text of a JSON line.
-
-    The set is `meta.pile_set_name` where there is one, else `name`.
-    """
 
     def inputs(self) -> dict[str, int | None]:
         """Return the files that `path` names, each once.
@@ -271,19 +261,29 @@ class NamedFiles(FileSource):
                 for file in files
                 if file.lower().endswith(self.suffixes) or os.path.isdir(file)
             ]
-        without = some_of([f"{path} ({kind})" for path, kind in left_out.items()])
+        listed = some_of([f"{path} ({kind})" for path, kind in left_out.items()])
         if not files:
             reason = f"data.path={pattern} matches no file that data={self.name} reads"
-            if without:
-                reason += f"; left out: {without}"
+            if listed:
+                reason += f"; left out: {listed}"
             raise UserError(f"{reason}: give a file, a folder, or a glob such as 'folder/**/*.txt'")
-        if without:
-            say(f"left out of data.path={pattern}: {without}")
+        if listed:
+            say(f"left out of data.path={pattern}: {listed}")
         return files
 
     def path_of(self, name: str) -> Path:
         """Return the file with a name in `inputs`."""
         return Path(name)
+
+
+class LineFiles(NamedFiles):
+    """Files of JSON lines."""
+
+    text_field: str
+    """The key that holds the text of a line.
+
+    The set is `meta.pile_set_name` where there is one, else `name`.
+    """
 
     def read(self, path: Path, seen: CountBytes) -> Iterator[Any]:
         """Yield the lines of a file of JSON lines; a blank line is not a document."""
@@ -299,11 +299,11 @@ class NamedFiles(FileSource):
     def content_and_set(self, content: Any) -> tuple[Any, str]:
         """Parse a line; other content is a document."""
         if isinstance(content, bytes | bytearray):
-            return _of_record(parse_line(content), self)
+            return _text_of(parse_line(content), self)
         return super().content_and_set(content)
 
 
-class TextSource(NamedFiles, defaults="data/text"):
+class TextSource(LineFiles, defaults="data/text"):
     """Text files. Those named as JSON are read as JSON lines."""
 
     name: Literal["text"]
@@ -318,7 +318,7 @@ class TextSource(NamedFiles, defaults="data/text"):
         yield from passages(read_text(path, seen))
 
 
-class JsonlSource(NamedFiles, defaults="data/jsonl"):
+class JsonlSource(LineFiles, defaults="data/jsonl"):
     """JSON lines, one object a document, such as the Pile's files."""
 
     usual_val_fraction: ClassVar[float] = 0.005
@@ -327,7 +327,7 @@ class JsonlSource(NamedFiles, defaults="data/jsonl"):
     name: Literal["jsonl"]
 
 
-class ChatSource(NamedFiles, defaults="data/chat"):
+class ChatSource(LineFiles, defaults="data/chat"):
     """Conversations as JSON lines, or as one JSON array."""
 
     suffixes: ClassVar[tuple[str, ...]] = (*JSON_LINES, *_JSON)
@@ -359,7 +359,7 @@ class ChatSource(NamedFiles, defaults="data/chat"):
 
     def content_and_set(self, content: Any) -> tuple[Any, str]:
         """Return the messages of a line."""
-        return _of_chat(parse_line(content), self)
+        return _messages_of(parse_line(content), self)
 
 
 def _begins_array(line: bytes | bytearray | None) -> bool:
@@ -423,7 +423,7 @@ class HubSource(Source, defaults="data/hf"):
         Raises:
             UserError: it is a file here that only another source reads.
         """
-        is_dataset = os.path.isdir(self.path) or _OF_DATASETS.search(self.path)
+        is_dataset = os.path.isdir(self.path) or _DATASET_FILE.search(self.path)
         is_here = os.path.exists(self.path) or re.search(r"[*?[]|^-$", self.path)
         if is_here and not is_dataset:
             raise UserError(
@@ -458,7 +458,7 @@ class HubSource(Source, defaults="data/hf"):
                 size = len(text) if isinstance(text, str | list) else 0
                 yield Raw(Position(self.path, number), content, size)
         except Exception as error:
-            if not _is_of_datasets(error):
+            if not _is_library_error(error):
                 raise
             if rows is None:
                 raise UserError(
@@ -470,7 +470,7 @@ class HubSource(Source, defaults="data/hf"):
 
     def content_and_set(self, content: Any) -> tuple[Any, str]:
         """Return what a row holds."""
-        return _of_chat(content, self) if self.is_chat else _of_record(content, self)
+        return _messages_of(content, self) if self.is_chat else _text_of(content, self)
 
     def _open(self, first: int) -> Any:
         """Open the stream after its first rows. The library itself retries lost connections."""
@@ -489,7 +489,7 @@ class HubSource(Source, defaults="data/hf"):
             return saved.skip(first)
         builder = self.path
         files = self.data_files
-        suffix = _OF_DATASETS.search(self.path)
+        suffix = _DATASET_FILE.search(self.path)
         if suffix:
             builder = suffix[1].lower()
             files = self.path
@@ -505,7 +505,7 @@ _ADVICE = (
 _HTTP_CLIENTS = {"aiohttp", "httpcore", "httpcore2", "httpx", "httpx2"}
 
 
-def _is_of_datasets(error: Exception) -> bool:
+def _is_library_error(error: Exception) -> bool:
     """Whether the library raises this error for what it reads, and not for a bug of ours."""
     from datasets.exceptions import DatasetsError
 
@@ -550,8 +550,8 @@ def _end_of_passage(text: str, start: int) -> int:
     return cut.end() if cut else end
 
 
-def _of_record(record: Any, source: NamedFiles | HubSource) -> tuple[Any, str]:
-    """Return the text or ids of a record, and its set. Raises Unreadable."""
+def _text_of(record: Any, source: LineFiles | HubSource) -> tuple[Any, str]:
+    """Return the text of a record, and its set. Raises Unreadable."""
     fields = record if isinstance(record, dict) else {}
     content = fields.get(source.text_field)
     if content is None:
@@ -559,7 +559,7 @@ def _of_record(record: Any, source: NamedFiles | HubSource) -> tuple[Any, str]:
     return content, _set_of(fields, source)
 
 
-def _of_chat(record: Any, source: NamedFiles | HubSource) -> tuple[tuple[Any, Any], str]:
+def _messages_of(record: Any, source: LineFiles | HubSource) -> tuple[tuple[Any, Any], str]:
     """Return the messages of a record with the record itself, and its set. Raises Unreadable."""
     if isinstance(record, list):  # as nanochat writes a conversation
         return (record, {}), source.name
@@ -570,13 +570,13 @@ def _of_chat(record: Any, source: NamedFiles | HubSource) -> tuple[tuple[Any, An
     return (messages, fields), _set_of(fields, source)
 
 
-def _lacking(reason: str, fields: JsonDict, source: NamedFiles | HubSource) -> Unreadable:
+def _lacking(reason: str, fields: JsonDict, source: LineFiles | HubSource) -> Unreadable:
     """Build the error for a record without its text, which names the keys that it has."""
     keys = [repr(key[:40]) for key in fields if key != source.text_field]
     return Unreadable(reason, about=f" with {some_of(keys)}" if keys else "")
 
 
-def _set_of(fields: JsonDict, source: NamedFiles | HubSource) -> str:
+def _set_of(fields: JsonDict, source: LineFiles | HubSource) -> str:
     meta = fields.get("meta")
     name = meta.get("pile_set_name") if isinstance(meta, dict) else None
     if not isinstance(name, str) or not name.isprintable() or name == "":

@@ -51,8 +51,7 @@ from data.tokenizer_base import Tokenizer
 
 PLAN = "plan.json"
 SPAN = "span.json"
-# Names in out_dir.partial.
-_OWN = re.compile(r"(plan|tokenizer)\.json|lock|span-.*|dataset|.*\.tmp")
+_PARTIAL_NAMES = re.compile(r"(plan|tokenizer)\.json|lock|span-.*|dataset|.*\.tmp")
 _RANKS = "sha256 of the tokenizer's ranks"
 # In a corpus of fewer documents, none may fall into validation by chance: one is then chosen.
 _FEW_DOCUMENTS = 4096
@@ -143,7 +142,9 @@ def writing(folder: Path) -> Iterator[None]:
     Raises:
         UserError: the folder is another's, another process holds the lock, or the disk is full.
     """
-    foreign = [path.name for path in folder.glob("[!.]*") if not _OWN.fullmatch(path.name)]
+    foreign = [
+        path.name for path in folder.glob("[!.]*") if not _PARTIAL_NAMES.fullmatch(path.name)
+    ]
     if foreign:
         raise UserError(
             f"{folder}, where this dataset would be written, holds {foreign[0]}: rename that folder"

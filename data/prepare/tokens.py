@@ -1,4 +1,4 @@
-"""Token ids made elsewhere: shards of llm.c, modded-nanogpt and nanoGPT, .npy arrays, JSON lines.
+"""Token ids made elsewhere: shards of llm.c, modded-nanogpt and nanoGPT, and .npy arrays.
 
 llm.c's write_datafile (dev/data/data_common.py) writes a header of 256 int32 (magic, version,
 number of ids), then the ids; modded-nanogpt writes the same with the magic of GPT-2. nanoGPT's
@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from data.prepare.items import FOUR_BYTES, NOT_IDS, CountBytes, Unreadable
-from data.prepare.sources import JSON_LINES, NamedFiles
+from data.prepare.items import NO_HEADER, CountBytes, Unreadable
+from data.prepare.sources import NamedFiles
 
 _HEADER = 256  # int32
 # Type of the ids by magic and version: ids of GPT-2, and of Llama 3.
@@ -21,7 +21,6 @@ _FORMATS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 _MAGICS = {*(magic for magic, _ in _FORMATS), 20240522}  # the last: llm.c's evaluation files
 # Ids of a document. A stream without end is cut, so that little of it is in memory.
 _LONGEST = 2**22
-_FEW = 64  # in fewer ids, small ones may stand in every second place by chance
 _VALIDATION = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])")  # in the name of a file
 
 
@@ -33,20 +32,14 @@ def val_inputs(names: Iterable[str]) -> list[str]:
 
 
 class TokenSource(NamedFiles, defaults="data/tokens"):
-    """Files of token ids: .bin, .npy, or JSON lines of lists.
-
-    A document ends with its end-of-text id, or its list.
-    """
+    """Files of token ids, .bin or .npy. The end-of-text id ends a document."""
 
     usual_val_fraction: ClassVar[float] = 0.005
-    suffixes: ClassVar[tuple[str, ...]] = (".bin", ".npy", *JSON_LINES)
+    suffixes: ClassVar[tuple[str, ...]] = (".bin", ".npy")
 
     name: Literal["tokens"]
     dtype: Literal["uint16", "uint32", "int32", "int64"] | None
-    """Type of the ids in .bin files without a header.
-
-    null: uint16, and files that look like another are refused.
-    """
+    """Type of the ids in .bin files without a header; null: such files are refused."""
     _eot_id: int = -1
 
     def ended_by(self, eot_id: int) -> "TokenSource":
@@ -56,21 +49,12 @@ class TokenSource(NamedFiles, defaults="data/tokens"):
         return source
 
     def read(self, path: Path, seen: CountBytes) -> Iterator[Any]:
-        """Yield documents, or lines."""
-        if path.name.lower().endswith(JSON_LINES):
-            yield from super().read(path, seen)
-        elif path.suffix.lower() == ".npy":
+        """Yield documents."""
+        if path.suffix.lower() == ".npy":
             for row in np.atleast_2d(_numpy_array(path)):
                 yield from self._documents(row, seen)
         else:
             yield from self._documents(_shard(path, self.dtype), seen)
-
-    def content_and_set(self, content: Any) -> tuple[Any, str]:
-        """Return ids, or parse a line."""
-        ids, set_name = super().content_and_set(content)
-        if not isinstance(ids, list | np.ndarray):
-            raise Unreadable(NOT_IDS)
-        return ids, set_name
 
     def _documents(self, ids: np.ndarray, seen: CountBytes) -> Iterator[np.ndarray]:
         """Cut ids (N,) after each end of text. Joined, the documents are the ids."""
@@ -101,7 +85,7 @@ def _numpy_array(path: Path) -> np.ndarray:
 def _shard(path: Path, dtype: str | None) -> np.ndarray:
     """Map the ids of a .bin file into memory, (N,). Raises Unreadable."""
     if path.suffix.lower() != ".bin":
-        raise Unreadable("neither .bin, .npy nor JSON lines")
+        raise Unreadable("neither .bin nor .npy")
     size = path.stat().st_size
     start = 0
     magic, version, n_ids = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
@@ -112,22 +96,12 @@ def _shard(path: Path, dtype: str | None) -> np.ndarray:
         start = 4 * _HEADER
         if size != start + n_ids * kind.itemsize:
             raise Unreadable("header does not match the file's size")
+    elif dtype is None:
+        raise Unreadable(NO_HEADER)
     else:
-        kind = np.dtype(dtype or "uint16").newbyteorder("<")
+        kind = np.dtype(dtype).newbyteorder("<")
         if size % kind.itemsize:
             raise Unreadable(f"size is not a multiple of {kind.itemsize} bytes")
     if size == start:
         return np.empty(0, kind)  # nothing can be mapped
-    ids = np.memmap(path, kind, "r", start)
-    if start == 0 and dtype is None and _have_four_bytes(ids):
-        raise Unreadable(FOUR_BYTES)
-    return ids
-
-
-def _have_four_bytes(ids: np.ndarray) -> bool:
-    """Whether uint16 (N,) look like halves of larger ids: every second one is small."""
-    if ids.size < _FEW:
-        return False
-    columns = ids[: min(2**16, ids.size // 4 * 4)].reshape(-1, 4)
-    small = (columns <= 3).mean(axis=0)
-    return bool(small[0] < 0.5 and small[1] > 0.9 and small[3] > 0.9)
+    return np.memmap(path, kind, "r", start)

@@ -27,15 +27,9 @@ def learn(dataset_dir: Path, n_vocab: Annotated[int, Field(lt=2**24)], out: Path
 
     Raises:
         UserError: there is no such dataset, n_vocab is less than 257 or more than its text gives,
-        or
             the folder of `out` cannot be made, or `out` exists.
     """
     manifest = read_manifest(dataset_dir)
-    if manifest.tokenizer.name == "none":
-        raise UserError(
-            f"dataset_dir={dataset_dir} has ids without text (tokenizer=none): "
-            "give a dataset of texts"
-        )
     alphabet = sorted(byte_characters().values())
     if n_vocab <= len(alphabet):
         raise UserError(
@@ -67,6 +61,6 @@ def learn(dataset_dir: Path, n_vocab: Annotated[int, Field(lt=2**24)], out: Path
 def _texts(dataset_dir: Path, manifest: Manifest) -> Iterator[str]:
     stream = TokenStream(dataset_dir, manifest, "train")
     tokenizer = load_tokenizer(dataset_dir / TOKENIZER)
-    for document in documents_in(dataset_dir, manifest, "train", 0, stream.n_tokens):
+    for document in documents_in(stream, 0, stream.n_tokens):
         ids = stream.read(document.start, document.stop - 1).tolist()
         yield tokenizer.decode_bytes(ids).decode(errors="replace")

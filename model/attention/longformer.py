@@ -29,8 +29,10 @@ class LongformerConfig(SharedHeadSettings, defaults="model/attention/longformer"
     def check(self, n_head: int, head_dim: int, max_len: int | None) -> None:
         super().check(n_head, head_dim, max_len)
         if max_len is not None and self.n_global > max_len:
-            what = f"n_global={self.n_global} is more than the model's {max_len} positions"
-            raise ValueError(f"{what}: use at most {max_len}")
+            raise ValueError(
+                f"n_global={self.n_global} is more than the model's {max_len} positions: "
+                f"use at most {max_len}"
+            )
 
     def check_documents(self) -> None:
         raise ValueError(

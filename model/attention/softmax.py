@@ -52,8 +52,10 @@ class SoftmaxConfig(SharedHeadSettings, ForgettingSettings, defaults="model/atte
 
     def check_documents(self) -> None:
         if self.kernel != "auto":
-            what = f"kernel={self.kernel} cannot be used with data.document_reset=true, a mask"
-            raise ValueError(f"{what}: use auto")
+            raise ValueError(
+                f"kernel={self.kernel} cannot be used with data.document_reset=true, a mask: "
+                "use auto"
+            )
 
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "SoftmaxAttention":
         return SoftmaxAttention(self, n_embd, n_head, head_dim)
@@ -163,8 +165,10 @@ def _kernel_in_use(
     if setting not in able:
         where = f"{device} in {str(dtype)[6:]}"
         heads = f"{n_head} query heads and {n_kv_head} key heads of {head_dim} features"
-        what = f"attention.kernel={setting} cannot run on {where}, with {heads}"
-        raise UserError(f"{what}: use auto, or one of {', '.join(able)}")
+        raise UserError(
+            f"attention.kernel={setting} cannot run on {where}, with {heads}: "
+            f"use auto, or one of {', '.join(able)}"
+        )
     return setting
 
 

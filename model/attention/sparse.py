@@ -43,8 +43,10 @@ class SlidingWindowConfig(SharedHeadSettings, defaults="model/attention/sliding_
         super().check(n_head, head_dim, max_len)
         for name, value in (("window", self.window), ("dilation", self.dilation)):
             if isinstance(value, tuple) and len(value) != n_head:
-                what = f"{name} lists {len(value)} for n_head={n_head}"
-                raise ValueError(f"{what}: give one for each head, or one number")
+                raise ValueError(
+                    f"{name} lists {len(value)} for n_head={n_head}: "
+                    "give one for each head, or one number"
+                )
 
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "SparseAttention":
         windows = _for_each_head(self.window, n_head)
@@ -110,8 +112,9 @@ class FixedConfig(_TwoSetsConfig, defaults="model/attention/fixed"):
     @model_validator(mode="after")
     def _width_fits(self) -> "FixedConfig":
         if self.width > self.size:
-            what = f"width={self.width} is more than an interval has"
-            raise ValueError(f"{what}: use 1 to size={self.size}")
+            raise ValueError(
+                f"width={self.width} is more than an interval has: use 1 to size={self.size}"
+            )
         return self
 
     def pattern(self, which: str) -> Pattern:

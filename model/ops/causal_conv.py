@@ -41,7 +41,8 @@ def causal_conv(
         return x, None
     (x,) = as_autocast(x)  # what follows is a product, for which x would be rounded anyway
     weight = weight.view(-1, x.shape[2]).to(x.dtype)
-    W, T = len(weight), x.shape[1]
+    W = len(weight)
+    T = x.shape[1]
     before = x.new_zeros(len(x), W - 1, x.shape[2]) if seen is None else seen.to(x.dtype)
     padded = torch.cat([before, x], dim=1)  # (B, W - 1 + T, D)
     after = padded[:, T:].clone()  # a view would keep all inputs in memory
@@ -58,8 +59,8 @@ def causal_conv(
         if document is None:
             y = torch.addcmul(y, earlier, weight[i])
         else:
-            of_others = document[:, i : i + T] != document[:, W - 1 :]
-            y = y + (earlier * weight[i]).masked_fill(of_others, 0)
+            is_in_other_document = document[:, i : i + T] != document[:, W - 1 :]
+            y = y + (earlier * weight[i]).masked_fill(is_in_other_document, 0)
     return y, after
 
 

@@ -82,8 +82,10 @@ def refuse_transforms(operator: str, instead: str, *tensors: Tensor | None) -> N
     if torch.compiler.is_compiling():
         return
     if any(_is_transformed(x) for x in tensors if x is not None):
-        lacks = f"{operator} has no forward-mode derivatives and none by torch.func"
-        raise NotImplementedError(f"{lacks}: use {instead} for these")
+        raise NotImplementedError(
+            f"{operator} has no forward-mode derivatives and none by torch.func: "
+            f"use {instead} for these"
+        )
 
 
 def refuse_second_order(operator: str, instead: str) -> None:

@@ -48,8 +48,7 @@ def check_gates(log_f: Tensor, q: Tensor) -> None:
     """
     shape = (*q.shape[:3], 1)
     if log_f.shape != shape:
-        what = f"log_f {tuple(log_f.shape)} must be {shape}"
-        raise ValueError(f"{what}, one gate for a head's token")
+        raise ValueError(f"log_f {tuple(log_f.shape)} must be {shape}, one gate for a head's token")
     if log_f.device.type != "cpu" or torch.compiler.is_compiling():
         return
     highest = float(log_f.detach().amax())

@@ -4,9 +4,8 @@ On GPUs "auto" means an operator's kernels, unless they are left out. A run leav
 its proof finds wrong (runtime/proof.py), or all of them with runtime.kernels=false.
 """
 
-import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -46,17 +45,6 @@ def leave_out(operators: Iterable[str]) -> None:
     """
     left_out.clear()
     left_out.update(operators)
-
-
-@contextlib.contextmanager
-def plain_torch() -> Iterator[None]:
-    """Use no kernels within the context."""
-    before = [*left_out]
-    leave_out(OPERATORS)
-    try:
-        yield
-    finally:
-        leave_out(before)
 
 
 @assume_constant_result
@@ -107,7 +95,8 @@ def choose_form(
     if backend not in forms:
         choices = ", ".join(forms)
         raise ValueError(f"backend={backend!r} does not exist: choose one of auto, {choices}")
-    if backend == fast and (reason := why_not(*facts)):
+    reason = why_not(*facts) if backend == fast else None
+    if reason is not None:
         raise ValueError(
             f"backend={backend!r} {reason}; use backend={plain!r}, which runs everywhere"
         )
@@ -133,7 +122,8 @@ def _fastest(
     """Choose the form of an operator. On a GPU, say the choice once."""
     if not has_kernels(device) or operator in left_out or dtype == torch.float64:
         return plain
-    if reason := why_not(device, index, dtype, size):
+    reason = why_not(device, index, dtype, size)
+    if reason is not None:
         say_once(f"{operator} uses {plain}, which is slower: {fast} {reason}")
         return plain
     used.add(operator)

@@ -71,8 +71,9 @@ def linear_attention(
     fits = q.dim() == v.dim() == 4 and q.shape == k.shape and q.shape[:3] == v.shape[:3]
     if not fits or q.numel() == 0 or v.numel() == 0:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        needs = "(B, H, T, d), (B, H, T, d), (B, H, T, d_v), each at least 1"
-        raise ValueError(f"{shapes} do not match {needs}")
+        raise ValueError(
+            f"{shapes} do not match (B, H, T, d), (B, H, T, d), (B, H, T, d_v), each at least 1"
+        )
     dtype = accumulation_dtype(q)
     if log_f is not None:
         check_gates(log_f, q)

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 _PRIME = 2**31 - 1
-_BASES = (1_103_515_245, 1_664_525_023)
-"""Of two polynomials: one gives a string's slot, and the other tells strings of one slot apart."""
+# Two polynomials: one gives a string's slot, and the other tells strings of one slot apart.
+_SLOT_BASE = 1_103_515_245
+_HASH_BASE = 1_664_525_023
 _ID_BITS = 24
 """Bits of a token id in an entry. GPTConfig has at most 2^24 ids and strings of 64, whose sums are
 less than 2^62."""
@@ -34,8 +35,9 @@ class NGramState(NamedTuple):
 
 def no_ngrams(B: int, lengths: Sequence[int], n_slots: int, device: torch.device) -> NGramState:
     """The state of B texts before their first tokens."""
-    shapes = (B, max(lengths)), (B, len(lengths), n_slots + 1)
-    return NGramState(*(torch.full(shape, _NONE, device=device) for shape in shapes))
+    recent = torch.full((B, max(lengths)), _NONE, device=device)
+    table = torch.full((B, len(lengths), n_slots + 1), _NONE, device=device)
+    return NGramState(recent, table)
 
 
 def ngram_followers(
@@ -56,40 +58,44 @@ def ngram_followers(
     Returns:
         Token ids (B, lengths, T), with -1 where there was no such string, and the state.
     """
-    (recent, table), T, spare = state, token_ids.shape[1], state.table.shape[2] - 1
+    recent, table = state
+    T = token_ids.shape[1]
+    spare = table.shape[2] - 1
     ids = torch.cat([recent, token_ids], dim=1)
-    number = (
-        torch.zeros_like(ids) if starts is None else pad(starts.cumsum(1), (ids.shape[1] - T, 0))
-    )
-    document, last_document = number[:, None, -1 - T :], number[:, None, -1:]
-    slots, hashes = _hashes(
-        ids, number, lengths, spare
-    )  # (B, lengths, 1 + T): from the last of `recent` on
-    entries = (hashes[..., :T] << _ID_BITS) + token_ids.unsqueeze(
-        1
-    )  # a string, and what follows it
+    number = torch.zeros_like(ids)  # of each token's document; 0: the one that the state has read
+    if starts is not None:
+        number = pad(starts.cumsum(1), (recent.shape[1], 0))
+    document = number[:, None, -1 - T :]
+    last_document = number[:, None, -1:]
+    slots, hashes = _hashes(ids, number, lengths, spare)  # (B, lengths, 1 + T): from recent's last
+    # A string, and the token after it.
+    entries = (hashes[..., :T] << _ID_BITS) + token_ids.unsqueeze(1)
 
-    # A string finds what the string before it in its slot left there, or else what is in the table.
-    # Each document has slots of its own in this order, and the table is that of the first.
-    own_slots = slots + document * (spare + 1)
-    order = own_slots.argsort(dim=2, stable=True)
-    in_order, back = own_slots.gather(2, order), order.argsort(dim=2)
-    same = in_order[..., 1:] == in_order[..., :-1]
-    before = pad(order[..., :-1].where(same, _NONE), (1, 0), value=_NONE).gather(
-        2, back
-    )  # an index; -1: none
-    found = table.gather(2, slots).masked_fill(document > 0, _NONE)
-    found = entries.gather(2, before.clamp(0, T - 1)).where(before >= 0, found)
-    followers = followers_in(found).where((slots < spare) & (found >> _ID_BITS == hashes), _NONE)[
-        ..., 1:
-    ]
+    # Sort strings by slot. The string before it in its slot tells a string what followed, or else
+    # the table does. Each document has slots of its own in this order, and the table is the first
+    # document's.
+    document_slots = slots + document * (spare + 1)
+    order = document_slots.argsort(dim=2, stable=True)
+    back = order.argsort(dim=2)
+    in_order = document_slots.gather(2, order)
+    has_slot_of_previous = in_order[..., 1:] == in_order[..., :-1]
+    previous = pad(order[..., :-1].where(has_slot_of_previous, _NONE), (1, 0), value=_NONE)
+    previous = previous.gather(2, back)  # an index; -1: none
+    stored = table.gather(2, slots).masked_fill(document > 0, _NONE)
+    latest = entries.gather(2, previous.clamp(0, T - 1)).where(previous >= 0, stored)
+    is_same_string = (slots < spare) & (latest >> _ID_BITS == hashes)
+    followers = followers_in(latest).where(is_same_string, _NONE)[..., 1:]
 
-    is_last = pad(~same | (order[..., 1:] == T), (0, 1), value=True).gather(2, back)
-    written = (is_last & (slots < spare) & (document == last_document))[..., :T]
+    # Write the last string of each slot. The string that ends here has no follower yet.
+    is_last = pad(~has_slot_of_previous | (order[..., 1:] == T), (0, 1), value=True)
+    is_last = is_last.gather(2, back)
+    is_written = (is_last & (slots < spare) & (document == last_document))[..., :T]
     if starts is not None:
         table = table.masked_fill(last_document > 0, _NONE)
-    table = table.scatter(2, slots[..., :T].where(written, spare), entries.where(written, _NONE))
-    return followers, NGramState(ids[:, T:].where(number[:, T:] == number[:, -1:], _NONE), table)
+    written_slots = slots[..., :T].where(is_written, spare)
+    table = table.scatter(2, written_slots, entries.where(is_written, _NONE))
+    recent = ids[:, T:].where(number[:, T:] == number[:, -1:], _NONE)
+    return followers, NGramState(recent, table)
 
 
 def followers_in(table: Tensor) -> Tensor:
@@ -106,19 +112,21 @@ def _hashes(
     Strings that would begin before their document have the slot `spare`. `number` is that of each
     token's document.
     """
-    most, end = max(lengths), ids.shape[1]
+    longest = max(lengths)
+    end = ids.shape[1]
     t = torch.arange(end, device=ids.device)
-    is_new = number != pad(number, (1, 0))[:, :-1]
-    first = torch.where(ids < 0, t + 1, t.where(is_new, 0)).cummax(1).values  # of the document
-    seen, kept = (t + 1 - first)[:, most - 1 :], []
-    sums = [torch.zeros_like(seen)] * len(_BASES)
-    for n in range(1, 1 + most):
-        x = ids[:, most - n : end + 1 - n] + 2
-        sums = [
-            torch.add(s, x, alpha=pow(base, n, _PRIME))
-            for s, base in zip(sums, _BASES, strict=True)
-        ]
+    is_first = number != pad(number, (1, 0))[:, :-1]
+    first = torch.where(ids < 0, t + 1, t.where(is_first, 0)).cummax(1).values  # of the document
+    n_seen = (t + 1 - first)[:, longest - 1 :]
+    slot_sum = torch.zeros_like(n_seen)
+    hash_sum = slot_sum
+    slots = []
+    hashes = []
+    for n in range(1, 1 + longest):
+        tokens = ids[:, longest - n : end + 1 - n] + 2
+        slot_sum = torch.add(slot_sum, tokens, alpha=pow(_SLOT_BASE, n, _PRIME))
+        hash_sum = torch.add(hash_sum, tokens, alpha=pow(_HASH_BASE, n, _PRIME))
         if n in lengths:
-            kept.append((*sums, seen >= n))
-    slots, hashes, whole = (torch.stack(values, dim=1) for values in zip(*kept, strict=True))
-    return (slots % _PRIME % spare).where(whole, spare), hashes % _PRIME
+            slots.append((slot_sum % _PRIME % spare).where(n_seen >= n, spare))
+            hashes.append(hash_sum % _PRIME)
+    return torch.stack(slots, dim=1), torch.stack(hashes, dim=1)

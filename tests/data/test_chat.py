@@ -11,7 +11,6 @@ from data.tokenizer import (
     BytesConfig,
     GPT2Config,
     HFConfig,
-    NoneConfig,
     build_tokenizer,
     load_tokenizer,
     save_tokenizer,
@@ -57,8 +56,6 @@ def test_ids_of_a_conversation(inner):
 
 
 def test_what_cannot_have_markers(inner, tmp_path):
-    with pytest.raises(UserError, match=r"need a tokenizer of texts: give tokenizer=bytes, gpt2 or hf"):
-        ChatTokenizer(build_tokenizer(NoneConfig(name="none", n_vocab=9, eot_id=None)))
     with pytest.raises(UserError, match=r"a token <\|assistant\|> of its own"):
         ChatTokenizer(ChatTokenizer(inner))
     for change in ({"chat": ["<|end|>"]}, {"chat": 1}, {"more": 1}, {"tokenizer": ChatTokenizer(inner).saved}):

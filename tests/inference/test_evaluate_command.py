@@ -110,7 +110,7 @@ def test_sets_and_positions_have_the_losses_of_their_tokens(trained, sets_dir, c
     assert_positions(result["by_position"], found)
 
     manifest = read_manifest(sets_dir)
-    places = documents_in(sets_dir, manifest, "val", 0, manifest.splits["val"].total.tokens)
+    places = documents_in(TokenStream(sets_dir, manifest, "val"), 0, manifest.splits["val"].total.tokens)
     names = [place.set_name for place in places for _ in range(place.start, place.stop)][1:]
     assert set(result["sets"]) == set(names)
     assert len(result["sets"]) == 3

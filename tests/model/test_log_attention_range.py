@@ -166,14 +166,13 @@ RESETS = [(33, 0), (130, 0), (200, 70)]
 @pytest.mark.parametrize(
     ("backend", "key", "place"),
     [
-        *(("chunked", key, place) for place, key in enumerate([-torch.inf, -1e5, -40])),
-        ("chunked", -torch.inf, 2),
+        *(("chunked", key, place) for place, key in enumerate([-torch.inf, -40, -torch.inf])),
         # exp(-35) is below 2^-40, by which a frame of the kernels can shrink. What is below 2^-64 falls back.
         *(pytest.param("triton", key, place, marks=pytest.mark.slow) for key, place in [(-torch.inf, 1), (-35, 0)]),
     ],
 )
 def test_masked_and_tiny_keys_after_a_reset_are_no_reason_to_fall_back(backend, place, key, which):
-    """What a reset separates has sums of its own, however much smaller they are."""
+    """What a reset separates has sums of its own, also if they are much smaller."""
     torch.manual_seed(0)
     T, reset = RESETS[place]
     inputs, log_f = normal(T), torch.zeros(1, 2, T, 1)

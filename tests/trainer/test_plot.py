@@ -57,15 +57,16 @@ def test_a_picture_never_ends_a_run_and_warns_once(tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 1000])
-def test_a_curve_is_in_bins_of_equally_many_values(n):
-    values, curve = np.random.default_rng(n).normal(size=n), Curve(most=8)
+def test_a_curve_is_in_bins_of_equally_many_values(n, monkeypatch):
+    monkeypatch.setattr("trainer.curves._MOST_BINS", 8)
+    values, curve = np.random.default_rng(n).normal(size=n), Curve()
     for i, value in enumerate(values):
         curve.add(i, value)
-    size = next(size for size in (1, 2, 4, 128) if n <= 8 * size)
+    size = max(1, -(-n // 8))
     parts = [values[i : i + size] for i in range(0, n, size)]
-    assert [(s.count, s.low, s.high) for s in curve.bins] == [(len(p), p.min(), p.max()) for p in parts]
-    assert [s.mean for s in curve.bins] == pytest.approx([p.mean() for p in parts])
-    assert [s.place for s in curve.bins] == [min(i + size, n) - 1 for i in range(0, n, size)]
+    assert [(s.n_losses, s.low, s.high) for s in curve.bins()] == [(len(p), p.min(), p.max()) for p in parts]
+    assert [s.mean for s in curve.bins()] == pytest.approx([p.mean() for p in parts])
+    assert [s.tokens for s in curve.bins()] == [min(i + size, n) - 1 for i in range(0, n, size)]
 
 
 def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path, capsys):

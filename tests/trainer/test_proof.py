@@ -126,7 +126,7 @@ def test_what_is_wrong_is_found_named_and_left_out(gpt, make_wrong, capsys, what
 
 def test_without_a_right_form_a_line_says_what_to_do():
     def difference(form):
-        return Difference(1.0, "embed.weight", 2.0, 3.0)
+        return Difference(1.0, "embed.weight", " has norm 2, in plain torch 3")
 
     with pytest.raises(
         UserError, match=r"^embed.weight has norm 2, in plain torch 3, .* runtime.proof=false to go on$"

@@ -5,7 +5,7 @@ from test_resume import assert_same_run
 
 from common.settings import decode
 from data.chat import ChatTokenizer
-from data.tokenizer import BytesConfig, NoneConfig, build_tokenizer
+from data.tokenizer import BytesConfig, build_tokenizer
 from runtime.checkpoint import newest
 from trainer.loop import fit
 from trainer.samples import read_prompt
@@ -46,14 +46,6 @@ def test_processes_write_the_sample_of_one(train_in_processes, command, tiny_arg
     assert alone.status == 0, alone.err
     two = train_in_processes("two", 2, *more, "runtime.strategy=fsdp")
     assert samples(two) == samples(tmp_path / "one")
-
-
-@pytest.mark.parametrize(
-    ("prompt", "read"), [("1, 2", ("1, 2", [10, 1, 2])), ("def (", ("", [10])), ("10 11", ("", [10]))]
-)
-def test_data_without_text_gets_the_ids_of_a_prompt_or_none(prompt, read):
-    ids = build_tokenizer(decode(NoneConfig, {"name": "none", "n_vocab": 10, "eot_id": None}))
-    assert read_prompt(prompt, ids, None) == read
 
 
 def test_a_prompt_of_a_chat_model_is_a_message():

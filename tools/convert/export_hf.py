@@ -130,14 +130,8 @@ def _own_config(config: GPTConfig, document_start: int | None) -> JsonDict:
 def _card(gpt: GPT, tokenizer: Tokenizer, state: TrainState, plain: bool) -> str:
     """Return README.md: what the model is, as far as its run knows."""
     config = gpt.config
-    way = (
-        "ids"
-        if tokenizer.name == "none"
-        else "chat"
-        if isinstance(tokenizer, ChatTokenizer)
-        else "text"
-    )
-    example = (_HERE / f"model_card_{way}.md").read_text(encoding="utf-8")
+    kind = "chat" if isinstance(tokenizer, ChatTokenizer) else "text"
+    example = (_HERE / f"model_card_{kind}.md").read_text(encoding="utf-8")
     return (
         (_HERE / "model_card.md")
         .read_text(encoding="utf-8")

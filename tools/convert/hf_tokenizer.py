@@ -25,14 +25,11 @@ def tokenizer_files(tokenizer: Tokenizer, max_len: int | None) -> JsonDict:
     The ids are ours, except that Hugging Face reads the characters <|endoftext|>, or of a marker,
     as that token. As in tiktoken, a word that is a token is never split (ignore_merges). Padding is
     on the left, so that prompts of several lengths can be continued together. A vocabulary that
-    came as a tokenizer.json stays as it is; a chat model adds its markers. Ids without text
-    (tokenizer=none) have no files.
+    came as a tokenizer.json stays as it is; a chat model adds its markers.
 
     Args:
         max_len: the model's maximum number of tokens; None: no limit.
     """
-    if tokenizer.name == "none":
-        return {}
     inner = tokenizer.inner if isinstance(tokenizer, ChatTokenizer) else tokenizer
     vocabulary = json.loads((_HERE / _VOCABULARY).read_text(encoding="utf-8"))
     settings = json.loads((_HERE / _SETTINGS).read_text(encoding="utf-8"))

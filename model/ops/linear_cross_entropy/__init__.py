@@ -27,8 +27,6 @@ CHUNK = {"cpu": 2**27, "cuda": 2**30}  # bytes of logits at a time: a GPU needs 
 # Plain torch computes them in float32 in this many chunks, one after the other: small ones, for a
 # CPU's cache.
 ROW_CHUNKS = {"cpu": 128, "cuda": 16}
-SHAPES = ((1, 1, None), (3, 257, 2.0), (4, 4196, None), (2, 12288, 30.0))
-"""Tokens, vocabulary, cap: vocabularies of less than a block, of one and a part, and of three."""
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:

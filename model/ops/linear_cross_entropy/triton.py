@@ -25,18 +25,15 @@ def cross_entropy_(
         targets: (N,), from 0 to n_vocab - 1; negative targets are not counted, and others give NaN.
     """
     losses = logits.new_empty(len(logits), dtype=accumulation_dtype(logits))
-    wide, block = (
-        losses.dtype == torch.float64,
-        min(_BLOCK, triton.next_power_of_2(logits.shape[1])),
-    )
+    n_columns = logits.shape[1]
     with launching(logits):
         cross_entropy_kernel[(len(logits),)](
-            *(logits, targets.contiguous(), losses, n_vocab, logits.shape[1]),
+            *(logits, targets.contiguous(), losses, n_vocab, n_columns),
             **{
                 "WANTED": wanted,
                 "CAP": cap,
-                "ACC": tl.float64 if wide else tl.float32,
-                "BLOCK": block,
+                "ACC": tl.float64 if losses.dtype == torch.float64 else tl.float32,
+                "BLOCK": min(_BLOCK, triton.next_power_of_2(n_columns)),
                 "num_warps": 8,
             },
         )

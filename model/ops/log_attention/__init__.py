@@ -128,8 +128,9 @@ def split_signs(log_abs_v: Tensor, sign_v: Tensor) -> Tensor:
 @assume_constant_result
 def _why_not_triton(device: str, index: int | None, dtype: torch.dtype, d_k: int) -> str | None:
     """Return why the kernels cannot run, or None if they can."""
-    if why_not := why_not_triton(device, index, dtype):
-        return why_not
+    reason = why_not_triton(device, index, dtype)
+    if reason is not None:
+        return reason
     if d_k > 128:
         return f"supports up to 128 key features a head, not {d_k}: use more heads"
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -156,13 +157,17 @@ def _check_shapes(
     if 0 in q.shape or 0 in log_v.shape:
         raise ValueError(f"{shapes}: every dimension must be at least 1")
     if causal and q.shape[2] != k.shape[2]:
-        needs = "causal attention needs as many queries as keys"
-        raise ValueError(f"{shapes}: {needs}; pass causal=False for T != S")
+        raise ValueError(
+            f"{shapes}: causal attention needs as many queries as keys; pass causal=False for T "
+            "!= S"
+        )
     if state is not None:
         log_s = tuple(state.log_s.shape)
         log_z = tuple(state.log_z.shape)
         expected_z = (*q.shape[:2], q.shape[3])
         expected_s = (*expected_z, log_v.shape[3])
         if (log_s, log_z) != (expected_s, expected_z):
-            has = f"state has log_s {log_s} and log_z {log_z}"
-            raise ValueError(f"{has}: for {shapes} they must be {expected_s} and {expected_z}")
+            raise ValueError(
+                f"state has log_s {log_s} and log_z {log_z}: "
+                f"for {shapes} they must be {expected_s} and {expected_z}"
+            )

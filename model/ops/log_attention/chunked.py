@@ -189,7 +189,7 @@ class _Step(NamedTuple):
 
 def _step(inputs: Inputs, frames: Frames, M: Tensor, tokens: slice, chunks: slice) -> _Step:
     """Compute some chunks, given M before the first (B, H, d_k, E)."""
-    frames = frames.at(inputs, tokens, chunks)
+    frames = frames.at(chunks)
     gates = gates_at(inputs, tokens, frames)
     e_q = queries(inputs, tokens, frames)
     e_k, e_v = keys_and_values(inputs, tokens, frames)

@@ -39,8 +39,6 @@ _SMALL = 45
 # at most the smallest normal number (1.2e-38) for each term, which is 1e-10 of the sum for 10,000
 # terms.
 CERTAIN = {torch.float32: 1e-24, torch.float64: 1e-280}
-# Binary digits by which frames before and after a reset may differ so that one will do for both.
-_NEAR = 16
 _LARGEST_STEP = {torch.float32: 20, torch.float64: 33}
 """Binary digits by which the frame of a chunk may shrink."""
 
@@ -71,16 +69,12 @@ class Inputs(NamedTuple):
 class Frames(NamedTuple):
     """Exponents of the powers of two that scale the exponentials of N chunks: whole numbers, 0
     where unknown.
-
-    Sums before a reset and after it have no terms in common, so their frames may be as far apart as
-    their terms are.
     """
 
     key: Tensor
-    """(N, B, H, 1, d_k); -inf if all keys so far are -inf. (N, B, H, C, d_k) where frames change
-    within a chunk."""
+    """(N, B, H, 1, d_k); -inf if all keys so far are -inf."""
     value: Tensor
-    """(N, B, H, 1, E), or (N, B, H, C, E)."""
+    """(N, B, H, 1, E)."""
     factor: Tensor
     """(N, B, H, d_k, E), N - 1 with all chunks: from M after a chunk to M in the frame of the next
     one."""
@@ -90,28 +84,18 @@ class Frames(NamedTuple):
     """Tokens of a chunk."""
     chunks: slice
     """The indices of these chunks."""
-    keys_differ: bool
-    """Whether frames of keys change at the resets within a chunk."""
-    values_differ: bool
-    """Whether frames of values do."""
     lost: Tensor | None
     """(B, H): with gates, whether a head forgets so much in a chunk that numbers overflow or
     underflow."""
 
-    def at(self, inputs: Inputs, tokens: slice, chunks: slice) -> "Frames":
-        """Return the frames of some chunks, given both their tokens and their numbers."""
-        key = self.key[chunks]
-        value = self.value[chunks]
-        reset = None
-        if inputs.log_f is not None and (self.keys_differ or self.values_differ):
-            reset = resets_of(self.split(inputs.log_f[:, :, tokens], 0.0))
-        if reset is not None and self.keys_differ:
-            k = self.split(inputs.k[:, :, tokens], -torch.inf)
-            key = _at_tokens(key, k, reset)
-        if reset is not None and self.values_differ:
-            log_v = self.split(inputs.log_v[:, :, tokens], -torch.inf)
-            value = finite(_at_tokens(value, pad(log_v, (0, 1)), reset))
-        return self._replace(key=key, value=value, factor=self.factor[chunks], chunks=chunks)
+    def at(self, chunks: slice) -> "Frames":
+        """Return the frames of some chunks."""
+        return self._replace(
+            key=self.key[chunks],
+            value=self.value[chunks],
+            factor=self.factor[chunks],
+            chunks=chunks,
+        )
 
     def split(self, x: Tensor, fill: float) -> Tensor:
         """Split tokens (B, H, t, D) into these chunks (n, B, H, C, D), for sums."""
@@ -126,17 +110,15 @@ def frames_of(inputs: Inputs) -> Frames:
     # Of log_v, over the state's tokens: (B, H, E - 1).
     mean = (log_s[..., :-1] - finite(log_s[..., -1:])).amax(2)
     kept = None
-    reset = None
     if inputs.log_f is not None:
         log_f = split(inputs.log_f.to(log_s.dtype), C, 0.0)  # (N, B, H, C, 1)
-        reset = resets_of(log_f)
-        kept = without(log_f, reset).sum(3)  # (N, B, H, 1)
-    keys = _ends_of(log_z, inputs.k, C, kept, reset)
-    values = _ends_of(mean, inputs.log_v, C, None, reset)
-    value_start = finite(pad(values.start, (0, 1)))  # the normalizer's column is 0
-    value_end = pad(values.end, (0, 1))
-    key_steps = keys.end[:-1] - finite(keys.start[1:])
-    value_steps = value_end[:-1] - value_start[1:]
+        # A reset leaves frames as they are: what follows it is rarely so much smaller.
+        kept = without(log_f, resets_of(log_f)).sum(3)  # (N, B, H, 1)
+    key = _frames_of_chunks(log_z, inputs.k, C, kept)
+    value = _frames_of_chunks(mean, inputs.log_v, C, None)
+    value = pad(value, (0, 1))  # the normalizer's column is 0
+    key_steps = key[:-1] - finite(key[1:])
+    value_steps = value[:-1] - finite(value[1:])
     lost = None
     if kept is not None:
         # What a chunk's keys lost to underflow grows with the frame's steps: it must stay far below
@@ -145,94 +127,33 @@ def frames_of(inputs: Inputs) -> Frames:
         forgets = (kept < -HEAD_REACH[kept.dtype]).any(-1).any(0)
         lost = shrinks | forgets
     return Frames(
-        key=keys.start.unsqueeze(3),
-        value=value_start.unsqueeze(3),
+        key=key.unsqueeze(3),
+        value=finite(value).unsqueeze(3),
         factor=torch.exp2(key_steps).unsqueeze(-1) * torch.exp2(value_steps).unsqueeze(-2),
-        last=keys.end[-1].unsqueeze(-1) + finite(value_end[-1]).unsqueeze(-2),
+        last=key[-1].unsqueeze(-1) + finite(value[-1]).unsqueeze(-2),
         C=C,
         chunks=slice(None),
-        keys_differ=keys.differ,
-        values_differ=values.differ,
         lost=lost,
     )
 
 
-class _Ends(NamedTuple):
-    """The frames of keys or values at both ends of each chunk."""
-
-    start: Tensor
-    """(N, B, H, D)."""
-    end: Tensor
-    """(N, B, H, D)."""
-    differ: bool
-    """Whether frames change within a chunk."""
-
-
-def _ends_of(before: Tensor, x: Tensor, C: int, kept: Tensor | None, reset: Tensor | None) -> _Ends:
-    """Return the frames of tokens x (B, H, T, D).
+def _frames_of_chunks(before: Tensor, x: Tensor, C: int, kept: Tensor | None) -> Tensor:
+    """Return the frames (N, B, H, D) of tokens x (B, H, T, D), which include all earlier tokens.
 
     Args:
         before: (B, H, D), the largest logarithm in the state.
         kept: (N, B, H, 1), what gates keep of earlier tokens in a chunk, apart from resets; None:
             all.
-        reset: (N, B, H, C, 1), which tokens are resets.
     """
     top = maxima(x, C).to(before.dtype)  # (N, B, H, D)
-    if reset is None:
-        start = _starts(before, top, top, kept)
-        return _Ends(start, start, False)
-    has_reset = reset.any(3)  # (N, B, H, 1)
-    with_reset = has_reset.squeeze(-1)
-    n_resets = reset.cumsum(3)[with_reset]  # before each token and at it: (R, C, 1)
-    tops = _tops(split(x, C, -torch.inf)[with_reset].to(before.dtype), n_resets)
-    first = top.clone()  # what is before the first reset
-    first[with_reset] = tops[:, 0]
-    last = top.clone()  # what is after the last one
-    of_last = n_resets[:, -1:].expand(-1, -1, x.shape[3])
-    last[with_reset] = tops.gather(1, of_last).squeeze(1)
-    if kept is None:
-        kept = torch.zeros_like(top[..., :1])
-    start = _starts(before, first, last, kept.masked_fill(has_reset, -torch.inf))
-    # Infinite, or NaN, where there are no terms.
-    distance = start[with_reset].unsqueeze(1) - frame_above(tops / LN2)
-    is_far = distance.isfinite() & (distance.abs() > _NEAR)
-    differ = bool(is_far.any())
-    end = frame_above(last / LN2)
-    if not differ:
-        start = torch.maximum(start, frame_above(top / LN2))
-        end = torch.where(end > -torch.inf, start, end)
-    return _Ends(start, torch.where(has_reset, end, start), differ)
-
-
-def _starts(before: Tensor, first: Tensor, last: Tensor, kept: Tensor | None) -> Tensor:
-    """Return the frames at each chunk's start (N, B, H, D)."""
-    left = torch.cat([before[None], last])  # (1 + N, B, H, D)
+    left = torch.cat([before[None], top])  # (1 + N, B, H, D)
     if kept is None:
         left = left.cummax(0).values
     else:
         total = running_sum(kept.double().clamp(min=-1e9), 0)
         total = pad(total, (0, 0) * 3 + (1, 0))
         left = total + (left - total).cummax(0).values
-    return frame_above(torch.maximum(left[:-1], first).to(before.dtype) / LN2)
-
-
-def _tops(x: Tensor, n_resets: Tensor) -> Tensor:
-    """Return the largest of x (..., C, D) between resets (..., R, D), given the resets up to each
-    token (..., C, 1)."""
-    R = 1
-    if len(x):
-        R += int(n_resets.amax())
-    tops = x.new_full((*x.shape[:-2], R, x.shape[-1]), -torch.inf)
-    return tops.scatter_reduce_(-2, n_resets.expand_as(x), x, "amax")
-
-
-def _at_tokens(start: Tensor, x: Tensor, reset: Tensor) -> Tensor:
-    """Return the frames of tokens x (n, B, H, C, D): `start` (n, B, H, 1, D) before the first
-    reset, else their own."""
-    n_resets = reset.cumsum(3)
-    frames = frame_above(_tops(x, n_resets) / LN2)
-    frames[..., :1, :] = start
-    return frames.gather(3, n_resets.expand_as(x))
+    return frame_above(torch.maximum(left[:-1], top).to(before.dtype) / LN2)
 
 
 def gates_at(inputs: Inputs, tokens: slice, frames: Frames) -> Gates:

@@ -50,8 +50,10 @@ def log_recurrence(
             the backend does not exist or is not supported here.
     """
     if log_p.shape != h.shape or h.dim() != 3 or 0 in h.shape:
-        shapes = f"log_p {tuple(log_p.shape)} and h {tuple(h.shape)}"
-        raise ValueError(f"{shapes} must both be (B, T, D), with T at least 1")
+        raise ValueError(
+            f"log_p {tuple(log_p.shape)} and h {tuple(h.shape)} "
+            "must both be (B, T, D), with T at least 1"
+        )
     if state is not None and state.shape != h[:, 0].shape:
         raise ValueError(f"state {tuple(state.shape)} must be (B, D) = {tuple(h[:, 0].shape)}")
     backend = choose_form("the log recurrence", backend, ("naive", "chunked", "triton"), h)

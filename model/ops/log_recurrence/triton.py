@@ -28,9 +28,9 @@ def backward(
     g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, s: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As in chunked.py, for tensors with any strides."""
-    g_p, g_h, g_start = (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (log_p, h, start)
-    )
+    g_p = log_p.new_empty(log_p.shape)
+    g_h = h.new_empty(h.shape)
+    g_start = start.new_empty(start.shape)
     gradients = {"g_s": g_s.contiguous(), "g_p": g_p, "g_h": g_h, "g_start": g_start}
     _launch(recurrence_backward, log_p, h, start=start.contiguous(), s=s, **gradients)
     return g_p, g_h, g_start
@@ -38,17 +38,19 @@ def backward(
 
 def _launch(kernel: Any, log_p: Tensor, h: Tensor, **others: Tensor) -> None:
     """Launch a kernel for all sequences and blocks of features."""
-    log_p, h = (x if x.stride(-1) == 1 else x.contiguous() for x in (log_p, h))
+    if log_p.stride(-1) != 1:
+        log_p = log_p.contiguous()
+    if h.stride(-1) != 1:
+        h = h.contiguous()
     B, T, D = h.shape
     block = min(_FEATURES, triton.next_power_of_2(D))
-    (p_batch, p_token, _), (h_batch, h_token, _) = log_p.stride(), h.stride()
     sizes = {
         "T": T,
         "D": D,
-        "p_batch": p_batch,
-        "p_token": p_token,
-        "h_batch": h_batch,
-        "h_token": h_token,
+        "p_batch": log_p.stride(0),
+        "p_token": log_p.stride(1),
+        "h_batch": h.stride(0),
+        "h_token": h.stride(1),
     }
     acc = tl.float64 if others["s"].dtype == torch.float64 else tl.float32
     with launching(h):

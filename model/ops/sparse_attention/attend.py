@@ -71,8 +71,9 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, n_patterns: int) -> None:
     fits = k.shape == v.shape == (B, G, T, D) and H % G == 0
     if not fits or n_patterns not in (1, H):
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        needs = "need (B, H, T, D), (B, G, T, D) twice, and 1 or H"
-        raise ValueError(f"{shapes} and {n_patterns} patterns: {needs}")
+        raise ValueError(
+            f"{shapes} and {n_patterns} patterns: need (B, H, T, D), (B, G, T, D) twice, and 1 or H"
+        )
 
 
 def document_attention(

@@ -98,11 +98,6 @@ def test_the_hub_s_columns_give_the_same_conversations(chat, tmp_path, text_fiel
             r"chat.jsonl:31: an empty answer: correct it; or skip such",
         ),
         (
-            GOOD,
-            {"tokenizer": {"name": "none", "n_vocab": 9}},
-            "conversations need a tokenizer of texts: give",
-        ),
-        (
             [{"text": "hello", "messages": None}] * 5,
             {},
             r"no conversation in 5 of .*chat.jsonl:1 with 'text'\): give data.text_field=KEY .*messages.*"

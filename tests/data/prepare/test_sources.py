@@ -1,8 +1,6 @@
-import bz2
 import codecs
 import gzip
 import json
-import lzma
 import os
 import sysconfig
 from collections import namedtuple
@@ -35,7 +33,7 @@ def parsed(source, after=None):
     return items
 
 
-COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
+COMPRESS = {".gz": gzip.compress, ".zst": zstandard.compress}
 
 
 def test_stdlib_has_no_tests_and_no_installed_packages():

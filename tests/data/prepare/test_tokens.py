@@ -1,20 +1,16 @@
 """Ids made elsewhere: files as other projects write them, read back through the loader."""
 
-import gzip
-import json
-
 import numpy as np
 import pytest
 
 from common.settings import UserError, decode
 from data.loader import EvalWindows
 from data.prepare.dataset import PrepareConfig, prepare
-from data.prepare.items import FOUR_BYTES, OUT_OF_RANGE, REMEDIES
+from data.prepare.items import OUT_OF_RANGE
 from data.prepare.verify import verify
 from data.shards import TokenStream, read_manifest
 
-N, END = 300, 299
-NONE = {"name": "none", "n_vocab": N, "eot_id": END}
+N, END = 257, 256
 
 
 def llm_c(path, ids, magic=20240520, version=1, dtype=np.uint16):
@@ -35,15 +31,11 @@ def nano_gpt(path, ids):
     array.flush()
 
 
-def json_lines(path, ids):
-    ends = [i + 1 for i, each in enumerate(ids) if each == END]
-    lists = [part.tolist() for part in np.split(np.array(ids), ends) if part.size]
-    text = "".join(json.dumps({"tokens": part}) + "\n" for part in lists)
-    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
-
-
-def prepared(tmp_path, tokenizer=NONE, **changes):
-    raw = {"data": {"name": "tokens", "path": str(tmp_path / "in"), **changes.pop("data", {})}, "tokenizer": tokenizer}
+def prepared(tmp_path, **changes):
+    raw = {
+        "data": {"name": "tokens", "path": str(tmp_path / "in"), "dtype": "uint16"} | changes.pop("data", {}),
+        "tokenizer": {"name": "bytes"},
+    }
     prepare(decode(PrepareConfig, raw | {"out_dir": str(tmp_path / "out"), "workers": 1} | changes))
     manifest = read_manifest(tmp_path / "out")
     assert verify(tmp_path / "out") == []
@@ -64,26 +56,21 @@ def documents(seed, n=40, first=False):
     return [token for ids in each for token in ([END, *ids] if first else [*ids, END])]
 
 
-DEFAULT = {"name": "none", "n_vocab": END}
-
-
 @pytest.mark.parametrize(
-    ("write", "name", "first", "tokenizer"),
+    ("write", "name", "first"),
     [
-        (llm_c, "fineweb_{}_000000.bin", False, NONE),
-        (llama_3, "tiny_shakespeare_{}.bin", True, DEFAULT),
-        (nano_gpt, "{}.bin", True, NONE),
-        (lambda path, ids: np.save(path, np.array(ids, ">i8")), "{}.npy", False, DEFAULT),
-        (json_lines, "{}.jsonl", False, DEFAULT),
-        (json_lines, "{}-00.jsonl.gz", True, NONE),
+        (llm_c, "fineweb_{}_000000.bin", False),
+        (llama_3, "tiny_shakespeare_{}.bin", True),
+        (nano_gpt, "{}.bin", True),
+        (lambda path, ids: np.save(path, np.array(ids, ">i8")), "{}.npy", False),
     ],
 )
-def test_shards_of_every_format_come_back_as_they_are(tmp_path, folder, write, name, first, tokenizer, monkeypatch):
+def test_shards_of_every_format_come_back_as_they_are(tmp_path, folder, write, name, first, monkeypatch):
     monkeypatch.setattr("data.prepare.tokens._LONGEST", 100)  # ids that are read at once: documents cross them
     splits = {"train": documents(1, first=first), "val": documents(2, 3, first)}
     for split, ids in splits.items():
         write(folder / name.format(split), ids)
-    manifest, found = prepared(tmp_path, tokenizer, shard_tokens=200)
+    manifest, found = prepared(tmp_path, shard_tokens=200)
     ended = {split: ids if ids[-1] == END else [*ids, END] for split, ids in splits.items()}
     assert found == ended
     assert {split: manifest.splits[split].total.documents for split in ended} == {
@@ -95,12 +82,11 @@ def test_shards_of_every_format_come_back_as_they_are(tmp_path, folder, write, n
 
 
 def test_rows_are_documents_and_so_are_streams_without_an_end(tmp_path, folder, monkeypatch):
-    """Where no id ends documents, one more does."""
     monkeypatch.setattr("data.prepare.tokens._LONGEST", 8)
     np.save(folder / "rows.npy", np.arange(6, dtype=np.uint8).reshape(2, 3))
     nano_gpt(folder / "val.bin", range(10))
-    _, found = prepared(tmp_path, {"name": "none", "n_vocab": 10})
-    assert found == {"train": [0, 1, 2, 10, 3, 4, 5, 10], "val": [*range(8), 10, 8, 9, 10]}
+    _, found = prepared(tmp_path)
+    assert found == {"train": [0, 1, 2, END, 3, 4, 5, END], "val": [*range(8), END, 8, 9, END]}
 
 
 @pytest.mark.parametrize("changes", [{"val_fraction": 0.5}, {"val_tokens": 300}, {}], ids=str)
@@ -129,15 +115,10 @@ WHOLE = of(1, 2, END)
     ("name", "content", "reason", "number"),
     [
         ("a.bin", of(1, END, N, END, 3), OUT_OF_RANGE, 2),
-        ("a.jsonl", b'{"tokens": [1, 2]}\n{"tokens": [-1]}\n', OUT_OF_RANGE, 2),
-        ("a.jsonl", b'{"tokens": [1, 2.5]}\n', "not a list of ids", 1),
-        ("a.jsonl", b'{"tokens": []}\n', "empty document", 1),
         ("a.bin", WHOLE + b"\0", "size is not a multiple of 2 bytes", 1),
         ("a.bin", b"", "empty file", 1),
         ("a.bin", header(20240520, 1, 4) + WHOLE, "header does not match the file's size", 1),
         ("a.bin", header(20240522, 1, 3) + WHOLE, "a header of another version, or not of tokens", 1),
-        ("a.bin", np.arange(64, dtype=np.uint32).tobytes(), FOUR_BYTES, 1),
-        ("a.jsonl", b'{"tokens": 5}\n', "not a list of ids", 1),
         ("a.npy", b"\x93NUMPY\x01\x00", "damaged .npy file, or not of numbers", 1),
     ],
 )
@@ -152,42 +133,13 @@ def test_what_is_no_token_file_is_counted(tmp_path, folder, name, content, reaso
         prepared(tmp_path, out_dir=str(tmp_path / "other"), on_error="stop")
 
 
-def test_four_bytes_can_be_said(tmp_path, folder):
+def test_the_type_of_ids_without_a_header_is_given(tmp_path, folder):
     for split in ("train", "val"):
-        np.arange(N, dtype=np.uint32).tofile(folder / f"{split}.bin")
-    assert prepared(tmp_path, data={"dtype": "uint32"})[1] == {"train": [*range(N)], "val": [*range(N)]}
-    assert "data.dtype=uint32" in REMEDIES[FOUR_BYTES]
-    with pytest.raises(UserError, match=r"give the tokenizer and the data\.dtype that made the ids"):
-        prepared(tmp_path, data={"dtype": "int64"}, out_dir=str(tmp_path / "wrong"))
-
-
-def test_every_command_has_an_answer_for_ids_without_text(tmp_path, folder, command, tiny_args):
-    for split, ids in {"train": documents(1, 200), "val": documents(2, 60)}.items():
-        nano_gpt(folder / f"{split}.bin", ids)
-    dataset, run_dir = tmp_path / "out", tmp_path / "run"
-    options = ["data=tokens", f"data.path={folder}", "tokenizer=none", f"tokenizer.n_vocab={N}", f"out_dir={dataset}"]
-    assert command("scripts/prepare_data", *options, f"tokenizer.eot_id={END}").status == 0
-    table = command("scripts/inspect_dataset", f"dataset_dir={dataset}").out
-    assert table.count("no text") == 4
-    window = command("scripts/inspect_dataset", f"dataset_dir={dataset}", "window=0", "tokens=3").out
-    assert window.endswith(f"\n {documents(1)[0]} {documents(1)[1]} {documents(1)[2]}\n")
-    assert "is whole" in command("scripts/verify_dataset", f"dataset_dir={dataset}").out
-    args = [arg for arg in tiny_args if not arg.startswith("dataset_dir=")]
-    trained = command("train", *args, f"dataset_dir={dataset}")
-    assert trained.status == 0
-    assert "nats/token" in trained.out
-    assert "byte" not in trained.out
-    evaluated = command("eval", f"checkpoint={run_dir}")
-    assert "nats per token, perplexity" in evaluated.out
-    assert "bits per byte" not in evaluated.out.splitlines()[1]
-    assert json.loads((run_dir / "eval.json").read_text())["bits_per_byte"] is None
-    sample = ["sample", f"checkpoint={run_dir}", "max_new_tokens=4", "temperature=0"]
-    answer = command(*sample, "prompt=1 2, 3").out
-    assert all(0 <= int(word.strip(",")) < N for word in answer.split())
-    assert answer.startswith("1 2, 3 ")
-    assert "'300' is not an id" in command(*sample, "prompt=1 300").err
-    learn = ["scripts/train_tokenizer", f"dataset_dir={dataset}", "n_vocab=300", f"out={tmp_path / 't.json'}"]
-    assert "has ids without text" in command(*learn).err
-    assert command("scripts/export_hf", f"checkpoint={run_dir}", f"out_dir={tmp_path / 'hf'}").status == 0
-    assert not (tmp_path / "hf" / "tokenizer.json").exists()
-    assert f"torch.tensor([[{END}]])" in (tmp_path / "hf" / "README.md").read_text()
+        np.arange(END, dtype=np.uint32).tofile(folder / f"{split}.bin")
+    assert prepared(tmp_path, data={"dtype": "uint32"})[1] == {"train": [*range(N)], "val": [*range(N)]}  # END is added
+    for dtype, remedy in (
+        (None, r"data\.dtype=uint16"),
+        ("int64", r"the tokenizer and the data\.dtype that made the ids"),
+    ):
+        with pytest.raises(UserError, match=f"give .*{remedy}"):
+            prepared(tmp_path, data={"dtype": dtype}, out_dir=str(tmp_path / "wrong"))
