@@ -62,9 +62,16 @@ def _shortened(text: str) -> str:
     return f"{text[:half]} ... {text[-half:]}"
 
 
-def printable(text: str) -> str:
-    """Return a text of an untrusted file or name as one line that every terminal can show."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+def printable(text: str, kept: str = "") -> str:
+    """Return a text of an untrusted file or name as every terminal can show it.
+
+    Control characters, ends of lines among them, are escaped unless they are in `kept`.
+    """
+    characters = []
+    for c in text:
+        is_shown = c.isprintable() or c in kept
+        characters.append(c if is_shown else c.encode("unicode_escape").decode())
+    return "".join(characters)
 
 
 def home_expanded(path: str) -> str:

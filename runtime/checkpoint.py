@@ -45,14 +45,16 @@ from data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from model.gpt import GPT
 from runtime.distributed import World
 from runtime.metrics import MetricsLog
-from runtime.randomness import (
+from runtime.state import (
+    FORMAT_VERSION,
     RANDOM,
+    FixedSettings,
+    TrainState,
     random_state,
     random_tensors,
     seed_process,
     set_random_state,
 )
-from runtime.state import FORMAT_VERSION, FixedSettings, TrainState
 from runtime.tensor_file import Expected, read_tensors, save_file
 
 _NAME = re.compile(r"step-\d{8,18}")

@@ -1,17 +1,59 @@
-"""The state of a run besides its tensors, and its fixed settings: state.json of a checkpoint."""
+"""The state of a run besides its model and optimizer: fixed settings, progress, random numbers.
 
+Every process has random numbers of its own, and a resumed run continues their sequence.
+"""
+
+import hashlib
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
+import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from common.settings import Settings, UserError
-from data.mixture import DataConfig
+from data.mixture import Weights
 from model.gpt import GPTConfig
+from runtime.tensor_file import Expected
 
 FORMAT_VERSION: Literal[5] = 5
+RANDOM = "states"
+"""Name of the one tensor in random.safetensors: (processes, bytes of a state)."""
+_GPU_BYTES = 16
 NO_DATASET = Path("no-dataset-that-was-given")
 """The dataset of an imported model."""
+
+
+class DataConfig(Settings, defaults="train:data"):
+    """How training reads the dataset."""
+
+    mixture: Weights | None
+    """Weights of the dataset's sets, such as {Pile-CC: 2, Github: 0.5}.
+
+    A set's share of the sequences is its weight times its windows, divided by the sum of that over
+    all sets. Sets that are not named have weight 1; 0 leaves a set out. A window of seq_len tokens
+    belongs to the set that most of its tokens are from. null: the corpus as it is, every window
+    once an epoch.
+    """
+    document_reset: bool
+    """Whether the documents of a window don't see each other. Conversations never do.
+
+    The <|endoftext|> that ends a document begins the next.
+    """
+    loss: Literal["all", "answers"]
+    """Which tokens are targets: all, or in conversations the assistant's and <|end|> after them.
+
+    With answers, rows are whole conversations, as data/conversations.py packs them.
+    """
+
+    @property
+    def keeps_apart(self) -> bool:
+        """Whether documents don't see each other."""
+        return self.document_reset or self.loss == "answers"
+
+    def reset_at(self, eot_id: int) -> int | None:
+        """The id of <|endoftext|> if documents are kept apart, else None."""
+        return eot_id if self.keeps_apart else None
 
 
 class FixedSettings(Settings):
@@ -80,3 +122,39 @@ class TrainState(FixedSettings):
         if self.dataset_dir == NO_DATASET:
             raise UserError("an imported model has no dataset of its own: give dataset_dir=...")
         return self.dataset_dir
+
+
+def random_state(device: torch.device) -> Tensor:
+    """The state of torch's generators, the CPU's and this process's GPU's: uint8 (bytes,)."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)
+
+
+def set_random_state(state: Tensor, device: torch.device) -> None:
+    """Restore what `random_state` returned.
+
+    Raises:
+        UserError: these bytes are not a state of torch's generators.
+    """
+    on_cpu = torch.get_rng_state().numel()
+    try:
+        torch.set_rng_state(state[:on_cpu].clone())
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(state[on_cpu:].clone(), device)
+    except RuntimeError as error:
+        raise UserError(
+            f"the checkpoint's random.safetensors does not hold a generator's state: {error}"
+        ) from None
+
+
+def random_tensors(processes: int, device: str) -> Expected:
+    """The expected content of random.safetensors for a number of processes on "cpu" or "cuda"."""
+    n_bytes = torch.get_rng_state().numel() + (_GPU_BYTES if device == "cuda" else 0)
+    return {RANDOM: (torch.Size([processes, n_bytes]), (torch.uint8,))}
+
+
+def seed_process(key: str) -> None:
+    """Seed torch's generators from a string."""
+    torch.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1)

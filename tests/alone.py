@@ -10,7 +10,7 @@ class Run(start.Run):
 
     def share(self, step):
         """This process's micro-batches of a step, counted from 0."""
-        return loop.local_micro_batches(self, step)
+        return loop.local_micro_batches(self.batches, step, self.group, self.micro_batch, self.world.device)
 
     def train_step(self):
         """Take the next step; returns its line."""

@@ -74,8 +74,8 @@ MUTATIONS = [
     ),
     Mutation(
         "rank-share",
-        "trainer/loop.py",
-        "first = group.index * run.config.batch_size // group.count\n    stop = (group.index + 1)",
+        "trainer/step.py",
+        "first = group.index * batches.batch_size // group.count\n    stop = (group.index + 1)",
         "first = 0\n    stop = 1",
         "all processes train on the first process's share of a batch",
         "tests/trainer/test_torchrun.py",

@@ -1,16 +1,21 @@
 """scripts/inspect_dataset.py: shows the sets of a dataset, its text, and what a step read."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from random import randrange
 
+import numpy as np
 from pydantic import NonNegativeInt, PositiveInt
+from rich.table import Table
 
 from common.command_line import Items
-from common.console import say, show_table
-from common.settings import UserError
+from common.console import say, show_table, table_of
+from common.settings import UserError, printable
+from data.chat import answer_targets
 from data.conversations import Spans
+from data.documents import documents_in
 from data.loader import TrainBatches, open_rows
-from data.prepare.inspect import documents_table, row_text, sets_table
+from data.prepare.finish import sets_table
 from data.shards import TOKENIZER, Manifest, SplitName, TokenStream, read_manifest
 from data.tokenizer import load_tokenizer
 from runtime.checkpoint import open_checkpoint
@@ -97,3 +102,62 @@ def _show(stream: TokenStream, rows: list[Spans], n_tokens: int) -> None:
             shown = "all" if length <= n_tokens else f"the first {n_tokens:,}"
             say(f"--- row {row}, {shown} of {length:,} tokens:")
         say(text)
+
+
+def row_text(stream: TokenStream, spans: Spans, n_tokens: int, tokens: Sequence[bytes]) -> str:
+    """Return the text of the first `n_tokens` tokens of a row, with control characters escaped.
+
+    With the loss on answers, ⟦ and ⟧ enclose the targets.
+
+    Args:
+        tokens: the bytes of each id; of one without text, its name.
+    """
+    text = b""
+    for start, stop in spans:
+        stop = min(stop, start + n_tokens)
+        n_tokens -= stop - start
+        marked = np.zeros(stop - start, bool)
+        if stream.loss == "answers":
+            marked = _are_targets(stream, start, stop)
+        open_before = False
+        for token_id, is_target in zip(stream.read(start, stop).tolist(), marked, strict=True):
+            if is_target != open_before:
+                text += ("⟦" if is_target else "⟧").encode()
+            text += tokens[token_id]
+            open_before = is_target
+        text += "⟧".encode() if open_before else b""
+    return printable(text.decode(errors="replace"), kept="\n\t")
+
+
+def _are_targets(stream: TokenStream, start: int, stop: int) -> np.ndarray:
+    """Return whether tokens [start, stop) of conversations are targets, bool (stop - start,)."""
+    are_targets = np.zeros(stop - start, bool)
+    for document in documents_in(stream, start, stop):
+        ids = np.append(stream.eot_id, stream.read(document.start, min(document.stop, stop)))
+        _, targets = answer_targets(ids, stream.n_vocab)
+        first = max(start, document.start)
+        are_targets[first - start : document.stop - start] = targets[first - document.start :] >= 0
+    return are_targets
+
+
+def documents_table(stream: TokenStream, rows: list[Spans]) -> Table:
+    """Return a table of the documents in rows of a split, and their inputs."""
+    table = table_of(
+        ["set", "input"],
+        ["document", "tokens read", "of", "row", "offset in the split"],
+    )
+    for row, spans in enumerate(rows):
+        for start, stop in spans:
+            for document in documents_in(stream, start, stop):
+                begin = max(start, document.start)
+                end = min(stop, document.stop)
+                table.add_row(
+                    printable(document.set_name),
+                    printable(document.input),
+                    f"{document.number:,}",
+                    f"{begin - document.start:,} - {end - document.start:,}",
+                    f"{document.stop - document.start:,}",
+                    f"{row}",
+                    f"{begin:,}",
+                )
+    return table

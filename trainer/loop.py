@@ -14,7 +14,6 @@ from common.command_line import overrides
 from common.console import say, warn
 from common.exits import AGAIN
 from common.memory import out_of_memory
-from common.numbers import ceil_div
 from common.settings import JsonDict, UserError
 from data.loader import Prefetch
 from runtime.checkpoint import Saver, newest
@@ -29,7 +28,7 @@ from trainer.run_dir import check_folder, keep_threads, own_run
 from trainer.samples import sample
 from trainer.signals import StopSignals
 from trainer.start import Run, open_data, open_run
-from trainer.step import MicroBatches, train_step
+from trainer.step import MicroBatches, local_micro_batches, train_step
 
 
 def check(config: TrainConfig) -> None:
@@ -79,7 +78,10 @@ def train(
     stopped = False
     with (
         _open_files(run) as (records, saver),
-        Prefetch(local_micro_batches(run, step) for step in steps) as batches,
+        Prefetch(
+            local_micro_batches(run.batches, step, run.group, run.micro_batch, world.device)
+            for step in steps
+        ) as batches,
         TrainingProgress(config.last_step, run.state.step) as progress,
     ):
         while run.state.step < config.last_step and not stopped:
@@ -149,23 +151,6 @@ def _open_files(run: Run) -> Iterator[tuple[Records, Saver]]:
             records.close()
         raise
     records.close()
-
-
-def local_micro_batches(run: Run, step: int) -> MicroBatches:
-    """This process's share of the batch of a step, in pinned memory if a GPU reads it."""
-    group = run.group
-    first = group.index * run.config.batch_size // group.count
-    stop = (group.index + 1) * run.config.batch_size // group.count
-    # Micro-batches are as equal as possible; the last may be smaller.
-    n_micro_batches = ceil_div(stop - first, run.micro_batch)
-    size = ceil_div(stop - first, n_micro_batches)
-    splits = []  # of token ids, and of targets
-    for array in run.batches.batch(step, first, stop):
-        ids = torch.from_numpy(array).chunk(group.size, dim=1)[group.place]
-        if run.world.device.type == "cuda":
-            ids = ids.contiguous().pin_memory()  # other memory is copied twice
-        splits.append(ids.split(size))
-    return list(zip(*splits, strict=True))
 
 
 def take_step(

@@ -19,8 +19,7 @@ from runtime.checkpoint import Checkpoint, find_checkpoint, restore, retain
 from runtime.device import Runtime, compile_blocks, compiles, device_name
 from runtime.distributed import SequenceGroup, World
 from runtime.proof import Form, Proofs, prove_gradients, use
-from runtime.randomness import seed_process
-from runtime.state import FixedSettings, TrainState
+from runtime.state import FixedSettings, TrainState, seed_process
 from trainer.config import TrainConfig
 from trainer.init_from import load_weights, open_source
 from trainer.long_sequences import share_sequences

@@ -6,15 +6,35 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from common.numbers import ceil_div
+from data.loader import TrainBatches
 from model.gpt import GPT, GPTState, call_layer
 from model.ops.log_attention.exact import recomputed_tiles
 from runtime.device import Runtime
-from runtime.distributed import World
+from runtime.distributed import SequenceGroup, World
 from trainer.long_sequences import backward_in_chunks
 
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
 """Token ids and targets, int64 (sequences, seq_len); targets below 0 are not counted. Keep them on
 the CPU, in pinned memory if a GPU trains: counting targets on the GPU would wait for it."""
+
+
+def local_micro_batches(
+    batches: TrainBatches, step: int, group: SequenceGroup, micro_batch: int, device: torch.device
+) -> MicroBatches:
+    """This process's share of the batch of a step."""
+    first = group.index * batches.batch_size // group.count
+    stop = (group.index + 1) * batches.batch_size // group.count
+    # Micro-batches are as equal as possible; the last may be smaller.
+    n_micro_batches = ceil_div(stop - first, micro_batch)
+    size = ceil_div(stop - first, n_micro_batches)
+    splits = []  # of token ids, and of targets
+    for array in batches.batch(step, first, stop):
+        ids = torch.from_numpy(array).chunk(group.size, dim=1)[group.place]
+        if device.type == "cuda":
+            ids = ids.contiguous().pin_memory()  # other memory is copied twice
+        splits.append(ids.split(size))
+    return list(zip(*splits, strict=True))
 
 
 class SummedLoss(nn.Module):

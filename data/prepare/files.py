@@ -1,14 +1,36 @@
-"""Finds the files that a path, a folder or a glob names, without what no source of text reads."""
+"""Finds the files that a path, a folder or a glob names, and reads them in bounded memory.
 
+Files may be compressed, damaged, or not text.
+"""
+
+import codecs
 import fnmatch
 import glob
+import itertools
+import json
 import os
 import re
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import orjson
+
+from common.files import open_file
 from common.settings import UserError
-from data.prepare.archives import COMPRESSED
+from data.prepare.items import BINARY, LONG_WINDOW, NOT_JSON, NOT_UTF8, CountBytes, Unreadable
 
+COMPRESSED = (".gz", ".zst")
+LONGEST_LINE = 2**28
+_READ_BYTES = 2**20
+# Small, because a hostile archive can unpack to 30,000 times its size.
+_PACKED_BYTES = 4_096
+# Bytes of unpacked content at a time: few enough to split even if all are newlines.
+_CHUNK_BYTES = 2**21
+# Control characters that no text or log has.
+_CONTROLS = bytes({*range(32), 127} - {*b"\b\t\n\v\f\r\x1a\x1b"})
 _FOLDERS = {  # by names in them
     ("manifest.json", "train-00000.bin"): "a dataset",
     ("config.json", "metrics.jsonl"): "a run",
@@ -130,3 +152,130 @@ def some_of(items: list[str]) -> str:
     if n_more > 0:
         items = [*items[:4], f"and {n_more} more"]
     return ", ".join(items)
+
+
+def read_lines(path: Path, seen: CountBytes) -> Iterator[bytes | bytearray | None]:
+    r"""Yield the lines of a file that `read_bytes` reads, without b"\n".
+
+    Nothing else ends a line, not U+2028 or "\r". A line of more than LONGEST_LINE bytes is skipped:
+    None. Errors are those of `read_bytes`.
+    """
+    line: bytearray | None = bytearray()  # the next chunk continues it; None: it is too long
+    for chunk in read_bytes(path, seen):
+        first, *rest = chunk.split(b"\n")
+        if line is not None:
+            line += first
+            if len(line) > LONGEST_LINE:
+                line = None
+        if rest:
+            yield line
+            yield from rest[:-1]
+            line = bytearray(rest[-1])
+    if line is None or line:
+        yield line
+
+
+def parse_line(line: bytes | bytearray) -> Any:
+    """Return the JSON value of a line. Raises Unreadable."""
+    try:
+        return orjson.loads(line)
+    except ValueError:
+        pass
+    try:  # json accepts more: a byte order mark, NaN, half characters
+        return json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise Unreadable(NOT_UTF8) from None
+    except (ValueError, RecursionError):
+        raise Unreadable(NOT_JSON) from None
+
+
+def read_text(path: Path, seen: CountBytes) -> Iterator[str]:
+    """Yield the text of a file in chunks of bounded size.
+
+    Raises:
+        OSError: the file cannot be read.
+        Unreadable: as `read_bytes`, or with the line that is not UTF-8.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    line = 1
+    try:
+        for content in read_bytes(path, seen):
+            text = decoder.decode(content)
+            yield text
+            line += text.count("\n")
+        yield decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        reason = BINARY if _n_controls(error.object) else NOT_UTF8
+        raise Unreadable(reason, line + error.object.count(b"\n", 0, error.start)) from None
+
+
+def read_bytes(path: Path, seen: CountBytes) -> Iterator[bytes]:
+    """Yield the content of a file in chunks of bounded size, decompressed as its suffix says.
+
+    A byte order mark of UTF-8 is left out.
+
+    Raises:
+        OSError: the file cannot be read.
+        Unreadable: its beginning is not text, or the archive is damaged, after its whole chunks.
+    """
+    chunks = _content(path, seen)
+    first = next(chunks, b"").removeprefix(codecs.BOM_UTF8)
+    start = first[:512]
+    if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
+        raise Unreadable(NOT_UTF8)
+    if first.startswith(b"%PDF-") or _n_controls(start) > 0.01 * len(start):  # tar has zeros
+        raise Unreadable(BINARY)
+    yield from itertools.chain([first], chunks)
+
+
+def _n_controls(content: bytes) -> int:
+    """Count the control characters that no text has: random bytes have 10 %."""
+    return len(content) - len(content.translate(None, _CONTROLS))
+
+
+def _content(path: Path, seen: CountBytes) -> Iterator[bytes]:
+    read = partial(_file_chunks, path, seen)
+    suffix = path.suffix.lower()
+    if suffix == ".zst":
+        from zstandard import ZstdDecompressor, ZstdError
+
+        return _decompressed(
+            read(_PACKED_BYTES), lambda: ZstdDecompressor().decompressobj(), ZstdError
+        )
+    if suffix == ".gz":
+        return _decompressed(read(_PACKED_BYTES), lambda: zlib.decompressobj(wbits=31), zlib.error)
+    return read(_READ_BYTES)
+
+
+def _file_chunks(path: Path, seen: CountBytes, n_bytes: int) -> Iterator[bytes]:
+    with open_file(path.resolve()) as file:  # a data file may be a link
+        while chunk := file.read(n_bytes):
+            seen(len(chunk))
+            yield chunk
+
+
+def _decompressed(
+    chunks: Iterator[bytes], new_frame: Callable[[], Any], broken: type[Exception]
+) -> Iterator[bytes]:
+    """Decompress an archive.
+
+    It may hold several frames (.zst) or members (.gz) in a row.
+    """
+    frame = None
+    for chunk in chunks:
+        while chunk:
+            if frame is None:
+                frame = new_frame()
+            try:
+                content = frame.decompress(chunk)
+            except broken as error:
+                is_long = "too much memory" in str(error)
+                raise Unreadable(LONG_WINDOW if is_long else "corrupted archive") from None
+            for start in range(0, len(content), _CHUNK_BYTES):
+                yield content[start : start + _CHUNK_BYTES]
+            chunk = b""
+            if frame.eof:
+                chunk = frame.unused_data
+                frame = None
+    if frame is not None:
+        raise Unreadable("truncated archive")

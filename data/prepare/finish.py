@@ -4,11 +4,12 @@ import os
 from collections import Counter
 from pathlib import Path
 
+from rich.table import Table
+
 from common.command_line import overrides
-from common.console import count, say, show_table, warn
+from common.console import count, say, show_table, table_of, warn
 from common.files import make_directory, sync_directory, write_json
-from common.settings import UserError
-from data.prepare.inspect import sets_table
+from common.settings import UserError, printable
 from data.prepare.items import REMEDIES
 from data.prepare.spans import Plan, Span, damaged, number_of, remove, span_dir
 from data.shards import (
@@ -202,3 +203,24 @@ def _summarize(out_dir: Path, manifest: Manifest, first_skipped: dict[str, str])
     elif manifest.splits["train"].total.tokens < _LARGE:
         settings = {"experiment": "quickstart"} | settings
     say(f"  python train.py {overrides(settings)}")
+
+
+def sets_table(manifest: Manifest) -> Table:
+    """Return a table of the text in each set of each split, the largest first."""
+    table = table_of(["split", "set"], ["documents", "tokens", "share, %", "bytes", "tokens/byte"])
+    for name, split in manifest.splits.items():
+        largest_first = sorted(split.sets.items(), key=lambda item: -item[1].tokens)
+        for set_name, counts in [*largest_first, ("all", split.total)]:
+            share = 100 * counts.tokens / max(1, split.total.tokens)
+            rate = f"{counts.tokens / counts.utf8_bytes:.3f}" if counts.utf8_bytes else "no text"
+            table.add_row(
+                name,
+                printable(set_name),
+                f"{counts.documents:,}",
+                f"{counts.tokens:,}",
+                f"{share:.2f}",
+                f"{counts.utf8_bytes:,}",
+                rate,
+            )
+        table.add_section()
+    return table

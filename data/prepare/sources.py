@@ -17,8 +17,7 @@ import numpy as np
 from common.console import say
 from common.settings import JsonDict, PathText, Settings, UserError
 from data.chat import parse_message
-from data.prepare.archives import COMPRESSED, parse_line, read_lines, read_text
-from data.prepare.files import matches, some_of
+from data.prepare.files import COMPRESSED, matches, parse_line, read_lines, read_text, some_of
 from data.prepare.items import (
     ARRAY,
     LONG_LINE,

@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid, rms_norm, sigmoid, silu
 from common.settings import Settings
 from model.layers import FusedLinear, Linear
 from model.ops.causal_conv import causal_conv, init_conv, no_inputs
-from model.ops.log_attention.chunks import CHUNK
+from model.ops.custom import CHUNK
 from model.ops.sparse_attention.naive import masked_attention
 from model.position import NO_POSITIONS, Positions, Rotation, rotate
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import elu
 
-from model.ops.custom import accumulation_dtype, in_chunks, running_sum
+from model.ops.custom import CHUNK, accumulation_dtype, in_chunks, running_sum
 from model.ops.gates import NO_GATES, check_gates, forgotten, gates_of, times
-from model.ops.log_attention.chunks import CHUNK
 
 
 class LinearAttentionState(NamedTuple):

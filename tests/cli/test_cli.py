@@ -45,7 +45,9 @@ def test_a_mistake_is_one_clear_line(command, tiny_args, monkeypatch, arguments,
             "prepare_data data=text data.path=lines.jsonl data.text_field=body",
             ["body is missing in 1", "lines.jsonl:1 with 'text'"],
         ),
-        ("prepare_data data=tokens data.path=ids.jsonl", ["id out of range in 2 of the first 3 documents", "n_vocab"]),
+        ("prepare_data data=tokens data.path=ids.bin", ["ids without a header", "data.dtype=uint16 for nanoGPT's"]),
+        ("prepare_data data=tokens data.path=ids.bin data.dtype=uint16", ["id out of range in 1 of the first 1"]),
+        ("prepare_data data=tokens data.path=lines.jsonl", ["neither .bin nor .npy"]),
         ("prepare_data data=hf data.path=notes/a.txt", ["a.txt: data=hf reads .parquet, .arrow, ", "give data=text"]),
         ("prepare_data data=text data.path=a.csv.gz", ["left out: a.csv.gz (CSV: use data=hf)"]),
         ("prepare_data data=stdlib tokenizer=hf", ["Missing mandatory value: tokenizer.path"]),
@@ -66,7 +68,7 @@ def test_a_mistake_with_data_is_one_clear_line(command, dataset_dir, tmp_path, m
     (tmp_path / "notes" / "a.txt").write_text("text")
     (tmp_path / "a.csv.gz").touch()
     (tmp_path / "lines.jsonl").write_text('{"text": "text"}\n')
-    (tmp_path / "ids.jsonl").write_text("".join(f'{{"tokens": [1, {i}]}}\n' for i in (256, 257, 258)))
+    (tmp_path / "ids.bin").write_bytes(bytes([1, 0, 2, 1]))
     (tmp_path / "dataset").symlink_to(dataset_dir)
     if script == "prepare_data":
         options = ["tokenizer=bytes", "out_dir=out", "workers=1", *options]
@@ -96,7 +98,7 @@ def test_under_torchrun_one_process_of_a_machine_reports(command, tiny_args, mon
     monkeypatch.setattr("time.sleep", waited.append)
     monkeypatch.setenv("LOCAL_RANK", "1")
     result = command("train", *tiny_args, "max_steps=0")
-    assert result.status == 1
+    assert result.status == 2
     assert result.err.startswith("error: process 1: config max_steps=0")
     assert waited == [2]
     monkeypatch.setenv("LOCAL_RANK", "0")

@@ -9,8 +9,8 @@ import torch
 from gradients import assert_all_close, with_gradients
 
 from model.attention.linear import LinearConfig
+from model.ops.custom import CHUNK
 from model.ops.linear_attention import linear_attention, naive_linear_attention
-from model.ops.log_attention.chunks import CHUNK
 
 
 def inputs(T, d=5, d_v=7, dtype=torch.float64, scale=1.0):

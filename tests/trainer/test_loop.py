@@ -22,6 +22,8 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
 class UnevenBatches:
     """8 sequences whose targets are partly -1: one not at all, one wholly."""
 
+    batch_size = 8
+
     def __init__(self):
         rng = np.random.default_rng(0)
         self.ids, self.targets = rng.integers(0, 257, (2, 8, 16))

@@ -10,7 +10,7 @@ from common.settings import decode, variant_names
 from model.attention import ATTENTION
 from model.gpt import GPT, GPTConfig
 from model.ops import linear_cross_entropy
-from model.ops.log_attention import chunks
+from model.ops.log_attention import chunked
 from runtime.device import Runtime
 from trainer.memory import step_memory
 from trainer.optim import AdamWConfig
@@ -105,7 +105,7 @@ def allocated_peak(gpt, dtype, accumulated=True):
 )
 def test_the_peak_is_what_torch_allocates(attention, block, changes, dtype, accumulated, monkeypatch):
     monkeypatch.setitem(linear_cross_entropy.CHUNK, "cpu", 2**25)
-    monkeypatch.setattr(chunks, "STEP", 2**16)  # some MB for an operator at work, which count in small models only
+    monkeypatch.setattr(chunked, "STEP", 2**16)  # some MB for an operator at work, which count in small models only
     config = config_of(attention, block, **changes)
     predicted = step_memory(on_meta(config), B, T, runtime(dtype)).peak
     assert predicted == pytest.approx(allocated_peak(GPT(config), dtype, accumulated), rel=0.15)

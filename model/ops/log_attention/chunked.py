@@ -29,17 +29,23 @@ and the head's gradients. A sum whose values are all zero is 0, and certain. If 
 the result is NaN, without a gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from common.numbers import ceil_div
-from model.ops.custom import accumulation_dtype, operator, refuse_second_order, refuse_transforms
+from model.ops.custom import (
+    CHUNK,
+    accumulation_dtype,
+    operator,
+    refuse_second_order,
+    refuse_transforms,
+    split,
+)
 from model.ops.gates import Gates, log_f_gradient, times
 from model.ops.log_attention import exact
-from model.ops.log_attention.chunks import CHUNK, batches, step_chunks, steps, write
 from model.ops.log_attention.exponentials import (
     CERTAIN,
     Frames,
@@ -54,6 +60,9 @@ from model.ops.log_attention.exponentials import (
 from model.ops.log_attention.state import LogAttentionState, empty_state
 
 NAMES = "log_attention", "backend='naive'"  # the operator, and the form that has all derivatives
+# Elements of a temporary on a CPU, so that a step fits into its cache. Other devices process all
+# chunks at once.
+STEP = 2**19
 
 
 def chunked_log_attention(
@@ -388,3 +397,46 @@ def _add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """x += a @ b, all (n, B, H, ., .)."""
     x.flatten(0, 2).baddbmm_(a.flatten(0, 2), b.flatten(0, 2))
     return x
+
+
+def write(destination: Tensor, chunks: Tensor) -> None:
+    """Copy (N, B, H, C, D) to destination (B, H, T, D)."""
+    C = chunks.shape[3]
+    N, rest = divmod(destination.shape[2], C)
+    split(destination[:, :, : N * C], C, 0.0).copy_(chunks[:N])
+    if rest:
+        destination[:, :, N * C :].copy_(chunks[N, :, :, :rest])
+
+
+def step_chunks(x: Tensor) -> int:
+    """Return the chunks of x (B, H, T, D) in a step.
+
+    On CPUs they depend only on H and D, so both passes have the same.
+    """
+    _, H, T, D = x.shape
+    if x.device.type != "cpu":
+        return ceil_div(T, CHUNK)
+    return max(1, STEP // (H * CHUNK * D))
+
+
+def batches(x: Tensor) -> Iterator[slice]:
+    """Yield elements of the batch, as many at a time as fit into a step."""
+    B = len(x)
+    size = B
+    if x.device.type == "cpu":
+        size = max(1, step_chunks(x) // ceil_div(x.shape[2], CHUNK))
+    for start in range(0, B, size):
+        yield slice(start, min(start + size, B))
+
+
+def steps(x: Tensor) -> list[tuple[slice, slice]]:
+    """Return the tokens and the chunks of each step of x (B, H, T, D)."""
+    T = x.shape[2]
+    N = ceil_div(T, CHUNK)
+    size = step_chunks(x)
+    slices = []
+    for first in range(0, N, size):
+        stop = first + size
+        tokens = slice(CHUNK * first, min(CHUNK * stop, T))
+        slices.append((tokens, slice(first, min(stop, N))))
+    return slices

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.ops.custom import in_chunks, running_sum
-from model.ops.log_attention.chunks import CHUNK, split
+from model.ops.custom import CHUNK, in_chunks, running_sum, split
 from model.ops.log_attention.exponentials import CERTAIN, Inputs, finite
 
 _LARGEST = 2**24  # elements of a temporary

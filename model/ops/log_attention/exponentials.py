@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.ops.custom import running_sum
+from model.ops.custom import CHUNK, maxima, running_sum, split
 from model.ops.gates import HEAD_REACH, NO_GATES, Gates, gates_of, resets_of, without
-from model.ops.log_attention.chunks import CHUNK, maxima, split
 
 LN2 = math.log(2)
 # ln 2 as a sum of two: the first has 4 bits, so that its multiples below FAR are exact in float32.

@@ -16,9 +16,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from common.numbers import ceil_div
-from model.ops.custom import accumulation_dtype, operator, refuse_second_order, refuse_transforms
+from model.ops.custom import (
+    CHUNK,
+    accumulation_dtype,
+    operator,
+    refuse_second_order,
+    refuse_transforms,
+)
 from model.ops.log_attention.chunked import NAMES
-from model.ops.log_attention.chunks import CHUNK
 from model.ops.log_attention.exact import recomputed_tiles
 from model.ops.log_attention.exponentials import CERTAIN
 from model.ops.log_attention.state import LogAttentionState

@@ -9,7 +9,8 @@ from forged import edit
 from data.loader import TrainBatches, open_rows
 from data.prepare.dataset import prepare
 from data.shards import TokenStream, read_manifest
-from trainer.loop import fit, local_micro_batches
+from trainer.loop import fit
+from trainer.step import local_micro_batches
 
 
 @pytest.fixture
@@ -78,8 +79,8 @@ def test_provenance_of_a_run(inspect, dataset, tokens_of, tiny, monkeypatch, mix
     """The tokens that a run was trained on are those of the documents named."""
     trained = {}
 
-    def recorded(run, step):
-        trained[step + 1] = local_micro_batches(run, step)
+    def recorded(batches, step, *rest):
+        trained[step + 1] = local_micro_batches(batches, step, *rest)
         return trained[step + 1]
 
     monkeypatch.setattr("trainer.loop.local_micro_batches", recorded)
