@@ -15,7 +15,7 @@ from pydantic import create_model
 
 from cli.compose import compose, to_dict
 from cli.help import help_of, with_comments
-from cli.resume import compose_run
+from cli.stored_settings import compose_run
 from cli.sweep import Command, run_sweep
 from common import exits
 from common.console import guard_output, print_error

@@ -1,4 +1,4 @@
-"""Composes configurations from YAML files and options, and says what is wrong with them.
+"""Composes configurations from YAML files and options.
 
 Files are data: what they set for Hydra itself has no effect, and they cannot read the environment.
 """
@@ -17,22 +17,19 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from cli.mistakes import explain
 from common.command_line import in_hydras_grammar
-from common.config_files import CONFIGS, config_file
-from common.settings import JsonDict, UserError, nearest
+from common.config_files import CONFIGS
+from common.settings import JsonDict, UserError
 
 # A downloaded experiment could put the environment into what a run publishes.
 OmegaConf.clear_resolver("oc.env")
 
-_OF_DATA = ("data", "tokenizer")
 _TEXTS = re.compile(
     r"\w+_(dir|field|files?|from|in|name|out|path)|"
     "checkpoint|csv|device|folder|host|nanogpt|out|path|project|prompt|revision|split|stop|subset|text"
 )
 """The last words of keys whose values are texts, even if they look like numbers."""
-
-_ASIDES = ("To append", "See https", "full_key", "object_type", "reference_type")
-"""Lines of Hydra's messages that begin like this do not say what is wrong."""
 
 
 def compose(config_name: str, overrides: list[str], config_dir: str | None = None) -> DictConfig:
@@ -78,18 +75,6 @@ def to_dict(composed: DictConfig, complete: bool = True) -> JsonDict:
         if is_text(key) and isinstance(value, str | int | float):
             plain[key] = os.path.expanduser(str(value))
     return plain
-
-
-def groups_of(config_name: str) -> dict[str, list[str]]:
-    """Return the names in every group of a command: {"schedule": ["constant", "cosine", ...]}."""
-    if config_name not in ("train", "plan", "prepare"):
-        return {}
-    groups: dict[str, list[str]] = {}
-    for path in sorted(CONFIGS.glob("*/**/*.yaml")):
-        group = str(path.parent.relative_to(CONFIGS))
-        if (group in _OF_DATA) == (config_name == "prepare"):
-            groups.setdefault(group, []).append(path.stem)
-    return groups
 
 
 def value_at(tree: Any, *keys: str) -> Any:
@@ -160,39 +145,3 @@ def _quoted(option: str) -> str:
     if not equals or re.match("['\"[{(]", value) or not re.fullmatch(r"[+~]{0,2}[\w./@-]+", key):
         return option  # Hydra says what is wrong
     return f"{key}={in_hydras_grammar(value)}"
-
-
-def explain(error: Exception, config_name: str = "") -> str:
-    """Return Hydra's message as one line, with the nearest key or name if one is not known."""
-    first = str(error).split("\n\n")[0]
-    lines = [line.strip(" ^") for line in first.splitlines()]
-    message = " ".join(line for line in lines if line and not line.startswith(_ASIDES))
-    unknown = re.search(r"Could not (?:override|find|load) '([\w./-]+)'", message)
-    if unknown is None or not config_name:
-        return message
-    key = unknown[1]
-    known = _known(config_name)
-    if known.get(key):
-        return f"{message.rstrip('.')}: it is a key of {' or '.join(known[key])}"
-    advice = nearest(key, known)
-    if not advice.startswith("did you mean"):
-        return message
-    return f"{message.rstrip('.')}: {advice}"
-
-
-def _known(config_name: str) -> dict[str, list[str]]:
-    """Return a command's keys, its groups and their names as GROUP/NAME.
-
-    The key of a group comes with the choices GROUP=NAME that have it.
-    """
-    known: dict[str, list[str]] = {key: [] for key in config_file(config_name).comments}
-    for group, names in groups_of(config_name).items():
-        known[group] = []
-        for name in names:
-            known[f"{group}/{name}"] = []
-            if group == "experiment":
-                continue
-            for key in config_file(f"{group}/{name}").comments:
-                choices = known.setdefault(f"{group.replace('/', '.')}.{key}", [])
-                choices.append(f"{group}={name}")
-    return known

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterator
 from textwrap import fill
 
-from cli.compose import groups_of, value_at
-from common.config_files import CONFIGS, DEFAULTS, config_file, with_keys
+from cli.compose import value_at
+from common.config_files import CONFIGS, DEFAULTS, config_file, groups_of, with_keys
 from common.settings import JsonDict
 
 

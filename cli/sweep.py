@@ -26,8 +26,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cli.compose import compose, explain, read_options, to_dict
-from cli.resume import compose_run
+from cli.compose import compose, read_options, to_dict
+from cli.mistakes import explain
+from cli.stored_settings import compose_run
 from cli.workers import among_others, let_workers_save, visible_gpus
 from common.console import print_error, say, warn
 from common.files import name_of, refuse_foreign

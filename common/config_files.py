@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import yaml
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+_OF_DATA = ("data", "tokenizer")
 DEFAULTS = re.compile(r"^defaults:\n( .*\n)*", re.MULTILINE)
 """Hydra's list of the files that a file is based on."""
 
@@ -54,6 +55,18 @@ def config_file(name: str) -> ConfigFile:
     if "name" in comments:
         comments["name"] = text.removeprefix("# ").partition("\n")[0]
     return ConfigFile(values, comments)
+
+
+def groups_of(config_name: str) -> dict[str, list[str]]:
+    """Return the names in every group of a command: {"schedule": ["constant", "cosine", ...]}."""
+    if config_name not in ("train", "plan", "prepare"):
+        return {}
+    groups: dict[str, list[str]] = {}
+    for path in sorted(CONFIGS.glob("*/**/*.yaml")):
+        group = str(path.parent.relative_to(CONFIGS))
+        if (group in _OF_DATA) == (config_name == "prepare"):
+            groups.setdefault(group, []).append(path.stem)
+    return groups
 
 
 def group_values(group: str, name: str) -> dict[str, Any]:

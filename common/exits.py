@@ -1,4 +1,4 @@
-"""How a command ends.
+"""How a command ends: what the exit statuses mean. cli/command.py chooses one.
 
 Its exit status is 0 (done), 1 (an error that a person must fix), AGAIN, or 128 + n (killed by
 signal n).

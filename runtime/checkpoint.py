@@ -30,7 +30,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from common.command_line import changes_of
 from common.console import say, warn
 from common.files import (
     read_json,
@@ -40,7 +39,7 @@ from common.files import (
     write_json,
     write_or_warn,
 )
-from common.settings import Settings, UserError, decode, differences
+from common.settings import Settings, UserError, decode
 from data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from model.gpt import GPT
 from runtime.distributed import World
@@ -48,12 +47,8 @@ from runtime.metrics import MetricsLog
 from runtime.state import (
     FORMAT_VERSION,
     RANDOM,
-    FixedSettings,
     TrainState,
     random_state,
-    random_tensors,
-    seed_process,
-    set_random_state,
 )
 from runtime.tensor_file import Expected, read_tensors, save_file
 
@@ -332,88 +327,6 @@ def read_weights(
     """
     expected: Expected = {name: (value.shape, FLOATS) for name, value in gpt.state_dict().items()}
     return checkpoint.tensors("model", expected, rows)
-
-
-# Resuming
-
-
-def find_checkpoint(run_dir: Path, world: World) -> Checkpoint | None:
-    """The newest whole checkpoint of a run, the same in all processes; None: it has none.
-
-    Raises:
-        UserError: none of its checkpoints is whole, or this process does not see the one that the
-            main process found.
-    """
-    checkpoint = open_newest(run_dir) if world.is_main else None
-    described = None if checkpoint is None else (checkpoint.path.name, checkpoint.identity)
-    described_by_main = world.exchange(described)[0]
-    if world.is_main or described_by_main is None:
-        return checkpoint
-    name, identity = described_by_main
-    path = run_dir / "checkpoints" / name
-    try:
-        checkpoint = open_checkpoint(path, files=())  # the main process has verified it
-        if checkpoint.identity != identity:
-            raise UserError("its weights are others")
-    except UserError as error:
-        raise UserError(
-            f"process {world.rank} cannot see {path} as the main process does ({error}): "
-            "put run_dir where all machines see it"
-        ) from None
-    return checkpoint
-
-
-def restore(
-    checkpoint: Checkpoint, fresh: TrainState, tensors: Tensors, world: World
-) -> TrainState:
-    """Load a checkpoint into a run's tensors and random generators, and return its state.
-
-    Args:
-        fresh: the state in which the run would start.
-        tensors: those of "model" and "optimizer".
-
-    Raises:
-        UserError: the checkpoint belongs to a run with another model or other data.
-    """
-    state = checkpoint.state
-    _check_same_run(checkpoint.path, state, fresh)
-    for file, run_tensors in tensors.items():
-        expected = {name: (value.shape, (value.dtype,)) for name, value in run_tensors.items()}
-        stored = checkpoint.tensors(file, expected, world.rows(run_tensors))
-        with torch.no_grad():
-            for name, value in run_tensors.items():
-                world.local(value).copy_(stored[name])
-    expected_states = random_tensors(state.processes, state.device)
-    random_states = checkpoint.tensors("random", expected_states)[RANDOM]
-    if (state.processes, state.device) == (world.size, world.device.type):
-        set_random_state(random_states[world.rank], world.device)
-    else:  # other processes than before: each gets a new generator
-        seed_process(f"{state.seed} {state.step} {world.rank}")
-    return state.model_copy(update={"dataset_dir": fresh.dataset_dir})
-
-
-def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:
-    if not before.dataset_fingerprint:
-        run_dir = path.parent.parent
-        raise UserError(
-            f"run_dir={run_dir} is an imported model: train it with init_from={run_dir} in "
-            "another run_dir"
-        )
-    if before.dataset_fingerprint != now.dataset_fingerprint:
-        raise UserError(
-            f"{path} was trained on {before.dataset_dir}, whose content is not that of "
-            f"dataset_dir={now.dataset_dir}: use that dataset, or another run_dir"
-        )
-    fixed = {*FixedSettings.model_fields, "optimizer"}
-    changed = differences(
-        before.model_dump(mode="json", include=fixed), now.model_dump(mode="json", include=fixed)
-    )
-    if changed:
-        listed = ", ".join(changes_of(changed, "checkpoint:"))
-        raise UserError(
-            f"{path} belongs to another run: {listed}; use the checkpoint's settings, or another "
-            "run_dir"
-        )
 
 
 # Writing

@@ -3,15 +3,13 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from common.command_line import overrides
-from common.console import say, warn
+from common.console import say
 from common.exits import AGAIN
 from common.memory import out_of_memory
 from common.settings import JsonDict, UserError
@@ -21,6 +19,7 @@ from runtime.device import Runtime, open_runtime, peak_flops
 from runtime.distributed import World, join_world
 from runtime.losses import evaluate
 from trainer.announce import TrainingProgress, announce
+from trainer.bad_steps import skip, why_bad
 from trainer.config import TrainConfig
 from trainer.init_from import open_source
 from trainer.records import Records
@@ -191,58 +190,12 @@ def take_step(
     if result is None:
         return None
     if result.refused is not None:
-        return _skip(run, result.refused), result.stop
+        return skip(run, result.refused), result.stop
     run.update(step=step)
-    line = _line(run, loss=result.loss, lr=config.optim.max_lr * factor, grad_norm=result.grad_norm)
+    line = run.line(loss=result.loss, lr=config.optim.max_lr * factor, grad_norm=result.grad_norm)
     if result.exact_tiles:
         line["exact_tiles"] = result.exact_tiles
     return line, result.stop
-
-
-def _skip(run: Run, reason: str) -> JsonDict:
-    """Skip a bad step, and return its line; UserError: the run must halt (runtime.on_nonfinite)."""
-    config = run.config
-    step = run.state.step + 1
-    not_finite = _first_not_finite(run.gpt.named_parameters(), run.world)
-    if not_finite:
-        reason = f"{reason} (first gradients not finite: {', '.join(not_finite)})"
-    run.optimizer.zero_grad()
-    n_before = 0  # bad steps in a row before this one
-    while step - n_before - 1 in run.state.skipped_steps:
-        n_before += 1
-    halts = config.runtime.on_nonfinite == "halt"
-    if halts or n_before >= config.runtime.max_bad_steps:
-        often = "" if halts else f", after {n_before} bad steps in a row"
-        remedy = f"lower optim.max_lr={config.optim.max_lr:g}, or see runtime.on_nonfinite"
-        remedy += ", and start again"
-        look = f"scripts/inspect_dataset.py run_dir={config.run_dir} step={step} shows what it read"
-        raise UserError(
-            f"step {step}: {reason}{often}; the weights are unchanged: {remedy}; {look}"
-        )
-    warn(f"skipping step {step}: {reason}")
-    run.update(step=step, skipped_steps={**run.state.skipped_steps, step: reason})
-    return _line(run, event="skipped", reason=reason)
-
-
-def why_bad(loss: float, grad_norm: float) -> str | None:
-    """Return why a step must not change the weights, or None; the same in all processes."""
-    if math.isfinite(loss) and math.isfinite(grad_norm):
-        return None
-    return f"loss is {loss} and the gradient's norm {grad_norm}"
-
-
-def _first_not_finite(named: Iterable[tuple[str, Tensor]], world: World) -> list[str]:
-    """Names of the first three parameters whose gradient is not finite. All processes call this."""
-    names = []
-    for name, p in named:
-        if p.grad is not None and not world.unshard(p.grad).isfinite().all():
-            names.append(name)
-    return names[:3]
-
-
-def _line(run: Run, **values: Any) -> JsonDict:
-    """A line of metrics.jsonl."""
-    return {"step": run.state.step, "tokens": run.config.tokens(run.state.step), **values}
 
 
 def _speed(run: Run, seconds: float) -> dict[str, float | None]:
@@ -283,7 +236,7 @@ def _evaluate(run: Run, records: Records) -> bool:
         text = sample(
             run.gpt, config.eval.prompt, run.tokenizer, run.runtime, run.world, config.seed
         )
-    line = _line(run, val_loss=loss.per_token)
+    line = run.line(val_loss=loss.per_token)
     figures = f"{loss.per_token:.4f} nats/token"
     if loss.bytes:
         line["val_bits_per_byte"] = loss.bits_per_byte

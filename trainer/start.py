@@ -15,7 +15,7 @@ from data.loader import EvalBatches, TrainBatches, eval_batches, open_rows
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPT, call_layer
-from runtime.checkpoint import Checkpoint, find_checkpoint, restore, retain
+from runtime.checkpoint import Checkpoint, retain
 from runtime.device import Runtime, compile_blocks, compiles, device_name
 from runtime.distributed import SequenceGroup, World
 from runtime.proof import Form, Proofs, prove_gradients, use
@@ -26,6 +26,7 @@ from trainer.long_sequences import share_sequences
 from trainer.micro_batch import choose_micro_batch
 from trainer.mup import scale_weights
 from trainer.optim import named_state
+from trainer.resume import find_checkpoint, restore
 from trainer.samples import read_prompt
 from trainer.step import SummedLoss
 
@@ -60,6 +61,11 @@ class Run:
             "model": self.gpt.state_dict(),
             "optimizer": named_state(self.gpt, self.optimizer),
         }
+
+    def line(self, **values: Any) -> JsonDict:
+        """Return a line of metrics.jsonl."""
+        tokens = self.config.tokens(self.state.step)
+        return {"step": self.state.step, "tokens": tokens, **values}
 
     def update(self, **changes: Any) -> None:
         """Change the state."""

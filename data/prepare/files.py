@@ -1,6 +1,7 @@
 """Finds the files that a path, a folder or a glob names, and reads them in bounded memory.
 
-Files may be compressed, damaged, or not text.
+Files may be compressed, damaged, or not text. What becomes of an item that cannot be read is
+decided in dataset.py (data.on_error).
 """
 
 import codecs

@@ -11,7 +11,8 @@ from test_torchrun import assert_same_checkpoint
 from common.settings import UserError
 from model.gpt import GPT
 from runtime.checkpoint import newest, open_checkpoint
-from trainer.loop import fit, why_bad
+from trainer.bad_steps import why_bad
+from trainer.loop import fit
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 

@@ -7,8 +7,8 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from cli.compose import compose, groups_of, keys_and_values, to_dict, value_at
-from common.config_files import group_values
+from cli.compose import compose, keys_and_values, to_dict, value_at
+from common.config_files import group_values, groups_of
 from common.files import read_json
 from common.settings import JsonDict, UserError
 

@@ -1,0 +1,52 @@
+"""Steps whose loss or gradient is not finite: they halt the run, or are skipped."""
+
+import math
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from common.console import warn
+from common.settings import JsonDict, UserError
+from runtime.distributed import World
+from trainer.start import Run
+
+
+def why_bad(loss: float, grad_norm: float) -> str | None:
+    """Return why a step must not change the weights, or None; the same in all processes."""
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return None
+    return f"loss is {loss} and the gradient's norm {grad_norm}"
+
+
+def _first_not_finite(named: Iterable[tuple[str, Tensor]], world: World) -> list[str]:
+    """Names of the first three parameters whose gradient is not finite. All processes call this."""
+    names = []
+    for name, p in named:
+        if p.grad is not None and not world.unshard(p.grad).isfinite().all():
+            names.append(name)
+    return names[:3]
+
+
+def skip(run: Run, reason: str) -> JsonDict:
+    """Skip a bad step, and return its line; UserError: the run must halt (runtime.on_nonfinite)."""
+    config = run.config
+    step = run.state.step + 1
+    not_finite = _first_not_finite(run.gpt.named_parameters(), run.world)
+    if not_finite:
+        reason = f"{reason} (first gradients not finite: {', '.join(not_finite)})"
+    run.optimizer.zero_grad()
+    n_before = 0  # bad steps in a row before this one
+    while step - n_before - 1 in run.state.skipped_steps:
+        n_before += 1
+    halts = config.runtime.on_nonfinite == "halt"
+    if halts or n_before >= config.runtime.max_bad_steps:
+        often = "" if halts else f", after {n_before} bad steps in a row"
+        remedy = f"lower optim.max_lr={config.optim.max_lr:g}, or see runtime.on_nonfinite"
+        remedy += ", and start again"
+        look = f"scripts/inspect_dataset.py run_dir={config.run_dir} step={step} shows what it read"
+        raise UserError(
+            f"step {step}: {reason}{often}; the weights are unchanged: {remedy}; {look}"
+        )
+    warn(f"skipping step {step}: {reason}")
+    run.update(step=step, skipped_steps={**run.state.skipped_steps, step: reason})
+    return run.line(event="skipped", reason=reason)
