@@ -1,9 +1,11 @@
 """Exported folders give our logits in transformers, without us; and GPT-2's weights give transformers' logits here."""
 
 import ast
+import fcntl
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -109,9 +111,20 @@ def padded(token_ids, share):
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """The results of transformers for the exports of all CONFIGS."""
-    work = tmp_path_factory.mktemp("hf")
-    (work / "results").mkdir()
+    """The results of transformers for the exports of all CONFIGS: made once for all workers of pytest."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    with (shared / "hf.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / "hf" / "said.json").exists():
+            make_results(shared / "hf")
+    return shared / "hf"
+
+
+def make_results(work):
+    """Export all CONFIGS into a folder, and let transformers read them in a process of its own."""
+    (work / "results").mkdir(parents=True)
     token_ids = torch.randint(256, (3, 40), generator=torch.Generator().manual_seed(2))
     token_ids[0, 9] = BYTES.eot_id
     save_file({"token_ids": token_ids}, work / "input.safetensors")
@@ -126,7 +139,6 @@ def work(tmp_path_factory):
     line = [sys.executable, "-P", str(script), str(work)]
     result = subprocess.run(line, cwd=work, env=env, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr[-3000:]
-    return work
 
 
 def greedy(gpt, token_ids, n):
@@ -249,11 +261,13 @@ def test_the_tokenizer_of_an_export_gives_our_ids(work):
 
 
 @pytest.fixture
-def gpt2(work):
+def gpt2(work, tmp_path):
     """A folder that transformers wrote, with a tokenizer."""
+    folder = tmp_path / "gpt2"
+    shutil.copytree(work / "gpt2", folder)
     for name, content in tokenizer_files(BYTES, 64).items():
-        (work / "gpt2" / name).write_text(json.dumps(content))
-    return work / "gpt2"
+        (folder / name).write_text(json.dumps(content))
+    return folder
 
 
 @needs_transformers
