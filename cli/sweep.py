@@ -59,7 +59,8 @@ def run_sweep(
     """
     try:
         fixed, values, swept, for_hydra = _by_kind(options)
-        first_job = compose(config_name, [*fixed, *(first for first, *_ in values)], config_dir)
+        first_values = [choices[0] for choices in values]
+        first_job = compose(config_name, [*fixed, *first_values], config_dir)
         folder = Path(os.path.expanduser(first_job.get("run_dir", f"multirun/{config_name}")))
         if folder == Path():
             raise UserError(
@@ -68,8 +69,10 @@ def run_sweep(
             )
         chosen = _settings_of_hydra(config_name, str(folder), list(swept), for_hydra).hydra
         configuration = partial(_configuration, config_name, fixed, config_dir)
-        tries_all = chosen.runtime.choices["hydra/sweeper"] == "basic"
-        for varied in itertools.product(*values) if tries_all else _each_once(values):
+        jobs = _each_once(values)
+        if chosen.runtime.choices["hydra/sweeper"] == "basic":
+            jobs = itertools.product(*values)
+        for varied in jobs:
             try:
                 run(configuration(varied), only_check=True)
             except UserError as error:
@@ -90,9 +93,8 @@ def run_sweep(
 
         refuse_foreign(b"hydra:", folder / "multirun.yaml")
         refuse_foreign(b"name: optuna", folder / "optimization_results.yaml")
-        os.environ["HYDRA_FULL_ERROR"] = (
-            "1"  # Hydra then raises what it would print over many lines
-        )
+        # Hydra then raises what it would print over many lines.
+        os.environ["HYDRA_FULL_ERROR"] = "1"
         sys.argv[1:] = [
             "-m",
             *swept.values(),
@@ -106,13 +108,11 @@ def run_sweep(
             _check_search(folder)
         return folder
     except (AlreadyReportedError, BrokenExecutor) as error:
-        why = (
-            "a worker was killed: no memory?"
-            if isinstance(error, BrokenExecutor)
-            else f"see above{_failed(folder)}"
-        )
-        again = "Fix the cause and run the same command again: finished jobs are skipped"
-        raise UserError(f"some jobs of the sweep failed ({why}). {again}") from None
+        why = f"see above{_failed(folder)}"
+        if isinstance(error, BrokenExecutor):
+            why = "a worker was killed: no memory?"
+        remedy = "Fix the cause and run the same command again: finished jobs are skipped"
+        raise UserError(f"some jobs of the sweep failed ({why}). {remedy}") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error, config_name)) from error
 
@@ -149,7 +149,8 @@ def _by_kind(options: list[str]) -> tuple[list[str], list[list[str]], dict[str, 
     swept: dict[str, str] = {}
     for_hydra: list[str] = []
     parsed = OverridesParser.create().parse_overrides(read_options(options))
-    for key, option in {option.get_key_element(): option for option in parsed}.items():
+    last_of_key = {option.get_key_element(): option for option in parsed}
+    for key, option in last_of_key.items():
         if option.is_hydra_override():
             for_hydra.append(str(option.input_line))
         elif option.is_sweep_override():
@@ -212,10 +213,9 @@ def _run_job(
 
 
 def _each_once(values: Sequence[Sequence[str]]) -> Iterator[tuple[str, ...]]:
-    """Return jobs in which every value occurs: a sweeper that chooses may never try some of their
-    combinations."""
+    """Yield jobs in which every value occurs, for a sweeper that need not try every combination."""
     for i in range(max(map(len, values), default=1)):
-        yield tuple(some[i % len(some)] for some in values)
+        yield tuple(choices[i % len(choices)] for choices in values)
 
 
 def _settings_of_hydra(
@@ -282,8 +282,7 @@ def _settings_of_plugins(chosen: DictConfig, has_values: bool) -> list[str]:
                 f"{example}"
             )
         if "seed" in chosen.sweeper.sampler and chosen.sweeper.sampler.seed is None:
-            more.append(
-                "hydra.sweeper.sampler.seed=1"
-            )  # a restarted sweep must ask for the same jobs
+            # A restarted sweep must ask for the same jobs.
+            more.append("hydra.sweeper.sampler.seed=1")
         optuna_logging.set_verbosity(optuna_logging.WARNING)
     return more

@@ -126,7 +126,7 @@ def row_text(stream: TokenStream, spans: Spans, n_tokens: int, tokens: Sequence[
             text += tokens[token_id]
             open_before = is_target
         text += "⟧".encode() if open_before else b""
-    return printable(text.decode(errors="replace"), kept="\n\t")
+    return printable(text.decode(errors="replace"), whitespace="\n\t")
 
 
 def _are_targets(stream: TokenStream, start: int, stop: int) -> np.ndarray:
