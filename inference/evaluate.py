@@ -106,7 +106,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
 
     Raises:
         UserError: checkpoint and dataset do not match, or a length is longer than text or model
-        allow.
+            allow.
     """
     loaded = load(config)
     state = loaded.checkpoint.state
@@ -124,7 +124,8 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
         raise UserError(
             f"stride={config.stride} would skip text between windows of {seq_len} tokens: lower it"
         )
-    if loss == "answers" and (config.stride or config.contexts):
+    measures_texts = config.stride or config.contexts
+    if loss == "answers" and measures_texts:
         raise UserError(
             "stride and contexts are for texts, and this loss is on the answers of conversations: "
             "leave them out, or give dataset_dir= of a text"
