@@ -14,9 +14,9 @@ from common.files import write_or_warn
 from common.numbers import ceil_div
 from common.settings import JsonDict
 
-_EACH = "C5"
-_MEAN = "C0"
-_VAL = "C1"
+_STEP_COLOR = "C5"
+_MEAN_COLOR = "C0"
+_VAL_COLOR = "C1"
 _MOST_DOTS = 60
 _MOST_BINS = 1000
 
@@ -113,19 +113,27 @@ def _picture(curves: RunCurves, name: str, suffix: str) -> bytes:
     if bins:
         highs = [bin.high for bin in bins]
         axes.fill_between(
-            tokens, lows, highs, color=_EACH, alpha=0.5, linewidth=0.8, label="training, every step"
+            tokens,
+            lows,
+            highs,
+            color=_STEP_COLOR,
+            alpha=0.5,
+            linewidth=0.8,
+            label="training, every step",
         )
         axes.plot(
             tokens,
             means,
-            color=_MEAN,
+            color=_MEAN_COLOR,
             marker="o" if len(means) == 1 else "",
             label="training, mean",
         )
         title = f"training loss {means[-1]:.4f} nats per token{suffix}: {name}"
     if curves.val:
         marker = "o" if len(curves.val) <= _MOST_DOTS else ""
-        axes.plot(*zip(*curves.val, strict=True), color=_VAL, marker=marker, label="validation")
+        axes.plot(
+            *zip(*curves.val, strict=True), color=_VAL_COLOR, marker=marker, label="validation"
+        )
         title = f"validation loss {curves.val[-1][1]:.4f} nats per token{suffix}: {name}"
     axes.set_title(title)
     points = [*zip(tokens, means, strict=True), *curves.val]
@@ -139,7 +147,7 @@ def _picture(curves: RunCurves, name: str, suffix: str) -> bytes:
 
 
 def set_limits(axes: Axes, points: Sequence[tuple[int, float]], lows: Sequence[float] = ()) -> None:
-    """Show all losses of (tokens, loss), and `lows`, but those of the first fall."""
+    """Show all losses of points (tokens, loss), and `lows`; those of the first fall may not fit."""
     if not points:
         return
     first_fall = 0.05 * max(points)[0]

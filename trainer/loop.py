@@ -215,9 +215,11 @@ def _skip(run: Run, reason: str) -> JsonDict:
         often = "" if halts else f", after {n_before} bad steps in a row"
         remedy = f"lower optim.max_lr={config.optim.max_lr:g}, or see runtime.on_nonfinite"
         remedy += ", and start again"
-        look = f"scripts/inspect_dataset.py run_dir={config.run_dir} step={step} shows what it read"
+        advice = (
+            f"scripts/inspect_dataset.py run_dir={config.run_dir} step={step} shows what it read"
+        )
         raise UserError(
-            f"step {step}: {reason}{often}; the weights are unchanged: {remedy}; {look}"
+            f"step {step}: {reason}{often}; the weights are unchanged: {remedy}; {advice}"
         )
     warn(f"skipping step {step}: {reason}")
     run.update(step=step, skipped_steps={**run.state.skipped_steps, step: reason})
@@ -257,7 +259,7 @@ def _speed(run: Run, seconds: float) -> dict[str, float | None]:
 
 
 def _is_due(run: Run, every: int) -> bool:
-    """Whether what happens every `every` steps, and at the end of the schedule, is due."""
+    """Whether something is due that happens every `every` steps and at the schedule's end."""
     return run.state.step % every == 0 or run.state.step == run.config.max_steps
 
 
@@ -316,8 +318,8 @@ def _say_stopped(run: Run, signals: StopSignals) -> None:
     reason = "another process was asked to stop"
     if signals.received is not None:
         reason = f"stopped by {signals.received.name}"
-    done = f"step {run.state.step:,} of {run.config.max_steps:,}"
-    say(f"{reason}: {done} is saved, and the same command resumes from it")
+    progress = f"step {run.state.step:,} of {run.config.max_steps:,}"
+    say(f"{reason}: {progress} is saved, and the same command resumes from it")
 
 
 def _say_done(run: Run) -> None:
@@ -326,9 +328,9 @@ def _say_done(run: Run) -> None:
     if run.state.best_val_loss is not None:
         loss = f"{run.state.best_val_loss:.4f}, at step {run.state.best_step}"
         lowest = f"; lowest validation loss {loss}"
-    done = f"step {run.state.step:,} of {config.max_steps:,}"
+    progress = f"step {run.state.step:,} of {config.max_steps:,}"
     picture = ", with loss.png" if (config.run_dir / "loss.png").exists() else ""
-    say(f"{done} saved in {config.run_dir}{picture}{lowest}")
+    say(f"{progress} saved in {config.run_dir}{picture}{lowest}")
     options: JsonDict = {"checkpoint": str(config.run_dir)}
     if config.data.loss == "answers":
         options["interactive"] = True
