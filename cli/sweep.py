@@ -59,9 +59,9 @@ def run_sweep(
     """
     try:
         fixed, values, swept, for_hydra = _by_kind(options)
-        first_values = [choices[0] for choices in values]
-        first_job = compose(config_name, [*fixed, *first_values], config_dir)
-        folder = Path(os.path.expanduser(first_job.get("run_dir", f"multirun/{config_name}")))
+        first_job = [*fixed, *(choices[0] for choices in values)]
+        composed = compose(config_name, first_job, config_dir)
+        folder = Path(os.path.expanduser(composed.get("run_dir", f"multirun/{config_name}")))
         if folder == Path():
             raise UserError(
                 "run_dir is empty, or this folder: give one for the sweep, such as "

@@ -49,7 +49,7 @@ def config_file(name: str) -> ConfigFile:
     values |= {key: value for key, value in content.items() if value != "???"}
     for line, key in with_keys(DEFAULTS.sub("", text)):
         comment = line.partition(" # ")[2]
-        if key == "":
+        if not key:
             continue
         if comment or key not in comments:
             comments[key] = comment

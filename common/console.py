@@ -110,9 +110,8 @@ say_once = functools.cache(say)
 
 def warn(message: str) -> None:
     """Print one warning line to standard error. Only one of several processes does."""
-    if console.quiet:
-        return
-    errors.print(f"warning: {message}", style="yellow")
+    if not console.quiet:
+        errors.print(f"warning: {message}", style="yellow")
 
 
 warn_once = functools.cache(warn)

@@ -127,9 +127,10 @@ class Conversations:
         words = f"{self.n_conversations:,} conversations in {len(self):,} rows"
         if self.n_long:
             are = "is" if self.n_long == 1 else "are"
-            words += f"; {self.n_long:,} of {self.n_conversations:,} conversations {are} longer "
-            words += f"than seq_len={self.seq_len}: {self.n_lost_targets:,} tokens of answers are "
-            words += "left out"
+            words += (
+                f"; {self.n_long:,} of {self.n_conversations:,} conversations {are} longer than "
+                f"seq_len={self.seq_len}: {self.n_lost_targets:,} tokens of answers are left out"
+            )
         return words
 
 

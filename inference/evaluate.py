@@ -183,7 +183,7 @@ def measure(plan: Evaluation, world: World) -> JsonDict:
         by_position.add(targets, losses)
     set_losses = dict(zip(plan.manifest.set_names, by_set.losses(world), strict=True))
     largest_first = sorted(set_losses, key=lambda name: -set_losses[name].tokens)
-    positions = by_position.rows(by_position.losses(world))
+    positions = by_position.rows(by_position.sums.losses(world))
     if windows.stream.loss == "answers":
         positions = []  # a position in a row of several conversations says nothing
     return {
@@ -219,7 +219,7 @@ def _measure_context(
         gpt, windows, rows, plan.loaded.runtime, world, _CONTEXT_CHUNK
     ):
         by_position.add(targets, losses)
-    losses_of_bins = by_position.losses(world)
+    losses_of_bins = by_position.sums.losses(world)
     return {
         "context": context,
         **figures(total(losses_of_bins)),
@@ -252,18 +252,14 @@ class _PositionSums:
 
     def __init__(self, length: int, byte_lengths: Tensor) -> None:
         self._edges = position_bins(length)
-        self._sums = LossSums(len(self._edges) - 1, byte_lengths)
+        self.sums = LossSums(len(self._edges) - 1, byte_lengths)
         edges = torch.tensor(self._edges)
         self._bins = torch.bucketize(torch.arange(length), edges, right=True).unsqueeze(0) - 1
         """The bin of each position, int64 (1, length)."""
 
     def add(self, targets: Tensor, losses: Tensor) -> None:
         """Add losses (B, T) of B windows, as LossSums does."""
-        self._sums.add(self._bins, targets, losses)
-
-    def losses(self, world: World) -> list[Loss]:
-        """Return the loss of each bin over all processes, which call this once."""
-        return self._sums.losses(world)
+        self.sums.add(self._bins, targets, losses)
 
     def rows(self, losses: list[Loss]) -> list[JsonDict]:
         """Return the bins [start, stop) that have targets, with their losses."""

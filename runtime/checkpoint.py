@@ -261,12 +261,10 @@ def _open(path: Path, files: Collection[str]) -> Checkpoint:
     for name in files:
         try:
             sha256 = sha256_file(path / name)
-        except OSError as error:
+        except (OSError, UserError) as error:
             # Other errors may pass, or a person can fix them; EIO means a damaged disk.
-            if error.errno not in (errno.ENOENT, errno.EIO):
+            if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EIO):
                 raise
-            raise Damaged(f"{path / name} is missing or damaged: {error}") from None
-        except UserError as error:
             raise Damaged(f"{path / name} is missing or damaged: {error}") from None
         if sha256 != sums[name]:
             raise Damaged(f"{path / name} is missing or damaged: its sha256 is not the manifest's")

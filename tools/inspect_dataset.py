@@ -125,7 +125,8 @@ def row_text(stream: TokenStream, spans: Spans, n_tokens: int, tokens: Sequence[
                 text += ("⟦" if is_target else "⟧").encode()
             text += tokens[token_id]
             open_before = is_target
-        text += "⟧".encode() if open_before else b""
+        if open_before:
+            text += "⟧".encode()
     return printable(text.decode(errors="replace"), whitespace="\n\t")
 
 

@@ -48,7 +48,8 @@ class PlanConfig(TrainConfig, defaults="plan"):
         if self.batch_size * together < self.n_device:
             step = f"batch_tokens={self.batch_tokens} is {self.batch_size} sequences"
             raise ValueError(
-                f"{step}, fewer than n_device={self.n_device}: lower n_device, or raise batch_tokens"
+                f"{step}, fewer than n_device={self.n_device}: "
+                "lower n_device, or raise batch_tokens"
             )
         if self.device not in ("auto", "cpu") and device_by_name(self.device) is None:
             names = ", ".join(known_device.name for known_device in DEVICES)
@@ -152,16 +153,18 @@ def time_of(config: PlanConfig, target: Target, flops: int) -> JsonDict:
         at_peak = tokens * flops / (target.peak * config.n_device)
         if config.mfu is not None:
             rate = config.mfu * target.peak / flops
+    total_rate = None
     seconds = None
     device_hours = None
     if rate is not None:
-        seconds = tokens / (rate * config.n_device)
+        total_rate = rate * config.n_device
+        seconds = tokens / total_rate
         device_hours = seconds * config.n_device / 3600
     return {
         "steps": config.last_step,
         "tokens": tokens,
         "flops": tokens * flops,
-        "tokens_per_second": None if rate is None else rate * config.n_device,
+        "tokens_per_second": total_rate,
         "mfu": rate * flops / target.peak if rate and target.peak else None,
         "seconds": seconds,
         "device_hours": device_hours,

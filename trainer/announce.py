@@ -10,7 +10,6 @@ from data.loader import EvalConversations
 from data.mixture import epochs
 from model.attention import AttentionConfig
 from runtime.device import is_compiled
-from trainer.config import TrainConfig
 from trainer.mup import ratios
 from trainer.start import Run
 
@@ -148,17 +147,14 @@ def _kept(run: Run) -> str:
     windows = run.windows
     if isinstance(windows, EvalConversations):
         share = "all" if len(windows) == windows.total else f"{len(windows):,} of"
-        answers = f"the answers of {share} {windows.packed.summary()}"
-        return f"{_saved(config)}, evaluated every {config.eval.every:,} on {answers}"
-    n_tokens = windows.stream.n_tokens - 1
-    n_read = min(len(windows) * windows.seq_len, n_tokens)
-    share = "all" if n_read == n_tokens else f"{n_read:,} of"
-    evaluated = f"evaluated every {config.eval.every:,} on {share} {n_tokens:,} validation tokens"
-    return f"{_saved(config)}, {evaluated}"
-
-
-def _saved(config: TrainConfig) -> str:
-    return f"{config.run_dir}: saved every {count(config.checkpoint.every, 'step')}"
+        text = f"the answers of {share} {windows.packed.summary()}"
+    else:
+        n_tokens = windows.stream.n_tokens - 1
+        n_read = min(len(windows) * windows.seq_len, n_tokens)
+        share = "all" if n_read == n_tokens else f"{n_read:,} of"
+        text = f"{share} {n_tokens:,} validation tokens"
+    saved = f"{config.run_dir}: saved every {count(config.checkpoint.every, 'step')}"
+    return f"{saved}, evaluated every {config.eval.every:,} on {text}"
 
 
 class TrainingProgress(Track):

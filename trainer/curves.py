@@ -14,9 +14,10 @@ from common.files import write_or_warn
 from common.numbers import ceil_div
 from common.settings import JsonDict
 
-_STEP_COLOR = "C5"
-_MEAN_COLOR = "C0"
-_VAL_COLOR = "C1"
+# Colours: of each step's loss, of their means, and of validation.
+_STEP = "C5"
+_MEAN = "C0"
+_VAL = "C1"
 _MOST_DOTS = 60
 _MOST_BINS = 1000
 
@@ -113,27 +114,19 @@ def _picture(curves: RunCurves, name: str, suffix: str) -> bytes:
     if bins:
         highs = [bin.high for bin in bins]
         axes.fill_between(
-            tokens,
-            lows,
-            highs,
-            color=_STEP_COLOR,
-            alpha=0.5,
-            linewidth=0.8,
-            label="training, every step",
+            tokens, lows, highs, color=_STEP, alpha=0.5, linewidth=0.8, label="training, every step"
         )
         axes.plot(
             tokens,
             means,
-            color=_MEAN_COLOR,
+            color=_MEAN,
             marker="o" if len(means) == 1 else "",
             label="training, mean",
         )
         title = f"training loss {means[-1]:.4f} nats per token{suffix}: {name}"
     if curves.val:
         marker = "o" if len(curves.val) <= _MOST_DOTS else ""
-        axes.plot(
-            *zip(*curves.val, strict=True), color=_VAL_COLOR, marker=marker, label="validation"
-        )
+        axes.plot(*zip(*curves.val, strict=True), color=_VAL, marker=marker, label="validation")
         title = f"validation loss {curves.val[-1][1]:.4f} nats per token{suffix}: {name}"
     axes.set_title(title)
     points = [*zip(tokens, means, strict=True), *curves.val]

@@ -75,12 +75,14 @@ def step_memory(
     linear = _linear(gpt)
     if not gpt.config.tied:
         linear = linear[:-1]  # without the output layer, whose logits come in chunks
-    n_cast = _n_weights(linear)  # weights that are copied in the dtype of products
+    n_cast = sum(
+        layer.weight.numel() for layer in linear
+    )  # weights that are copied in the dtype of products
     local_weights = weights
     gradients = 2 * weights if n_device > 1 and accumulated else weights
     gathered = 0
     if fsdp:
-        n_cast -= _n_weights(_linear(gpt.blocks))
+        n_cast -= sum(layer.weight.numel() for layer in _linear(gpt.blocks))
         block_params = [sum(p.numel() for p in block.parameters()) for block in gpt.blocks]
         largest_block = max(block_params)
         root = weights - sum(block_params) * wide
@@ -145,10 +147,6 @@ def memory_of(
 
 def _linear(module: nn.Module) -> list[nn.Linear]:
     return [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
-
-
-def _n_weights(layers: list[nn.Linear]) -> int:
-    return sum(layer.weight.numel() for layer in layers)
 
 
 def kept_per_token(

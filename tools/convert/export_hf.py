@@ -98,12 +98,10 @@ def _without_padding(gpt: GPT, n_vocab: int) -> tuple[GPTConfig, dict[str, Tenso
     """
     config = decode(GPTConfig, gpt.config.model_dump() | {"n_vocab": n_vocab, "pad_vocab": 1})
     tensors = gpt.state_dict()
-    by_token = {
-        name: value[:n_vocab]
-        for name, value in tensors.items()
-        if name in ("embed.weight", "output.weight")
-    }
-    return config, tensors | by_token
+    for name in ("embed.weight", "output.weight"):
+        if name in tensors:
+            tensors[name] = tensors[name][:n_vocab]
+    return config, tensors
 
 
 def _own_config(config: GPTConfig, document_start: int | None) -> JsonDict:
