@@ -160,8 +160,9 @@ def _by_kind(options: list[str]) -> tuple[list[str], list[list[str]], dict[str, 
                 if option.value_type is not ValueType.GLOB_CHOICE_SWEEP:
                     choices = [f"{key}={value}" for value in option.sweep_string_iterator()]
                 if not choices:
-                    what = f"{option.input_line} names no value"
-                    raise UserError(f"{what}: write {key}=a,b for a run with each")
+                    raise UserError(
+                        f"{option.input_line} names no value: write {key}=a,b for a run with each"
+                    )
                 values.append(choices)
         else:
             has_value = "=" in str(option.input_line)
@@ -252,8 +253,10 @@ def _settings_of_plugins(chosen: DictConfig, has_values: bool) -> list[str]:
     more = []
     if launcher == "joblib":
         if chosen.launcher.n_jobs == 0:
-            what = "hydra.launcher.n_jobs=0 starts no worker"
-            raise UserError(f"{what}: use 1 or more, or -1 for one per GPU or CPU")
+            raise UserError(
+                "hydra.launcher.n_jobs=0 starts no worker: use 1 or more, or -1 for one per GPU or "
+                "CPU"
+            )
         let_workers_save()
         if chosen.launcher.n_jobs == -1 and visible_gpus():
             more.append(f"hydra.launcher.n_jobs={len(visible_gpus())}")

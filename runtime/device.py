@@ -103,12 +103,15 @@ def open_runtime(config: DeviceConfig) -> Runtime:
         UserError: torch sees no GPU, and runtime.device is cuda, or it is auto and there is one.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
-        what = "runtime.device=cuda, but torch sees no GPU here"
-        raise UserError(f"{what}: use runtime.device=cpu or auto")
+        raise UserError(
+            "runtime.device=cuda, but torch sees no GPU here: use runtime.device=cpu or auto"
+        )
     why_unseen = why_gpu_is_unseen() if config.device == "auto" else None
     if why_unseen is not None:
-        what = "this machine has a GPU that torch does not see"
-        raise UserError(f"{what}: {why_unseen}; or use runtime.device=cpu")
+        raise UserError(
+            f"this machine has a GPU that torch does not see: {why_unseen}; or use "
+            "runtime.device=cpu"
+        )
     uses_gpu = config.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda" if uses_gpu else "cpu")
     if device.type == "cpu":
