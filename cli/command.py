@@ -191,8 +191,8 @@ def _parser(config_name: str) -> argparse.ArgumentParser:
     parser.add_argument("-h", "-help", "--help", action="store_true")
     parser.add_argument("--debug", action="store_true")
     views = ["job", "run_dir"] if config_name in ("train", "plan") else ["job"]
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument("-m", "--multirun", action="store_true")
-    either.add_argument("-c", "--cfg", choices=views)
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("-m", "--multirun", action="store_true")
+    modes.add_argument("-c", "--cfg", choices=views)
     parser.add_argument("-cd", "--config-dir")
     return parser

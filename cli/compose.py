@@ -142,6 +142,8 @@ def _bare_keys(option: str) -> str:
 def _quoted(option: str) -> str:
     """Quote a value that Hydra's grammar does not read as a text, such as the path a/seed=1."""
     key, equals, value = option.partition("=")
-    if not equals or re.match("['\"[{(]", value) or not re.fullmatch(r"[+~]{0,2}[\w./@-]+", key):
+    is_key = re.fullmatch(r"[+~]{0,2}[\w./@-]+", key)
+    has_structure = re.match("['\"[{(]", value)
+    if not equals or not is_key or has_structure:
         return option  # Hydra says what is wrong
     return f"{key}={in_hydras_grammar(value)}"

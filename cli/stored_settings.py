@@ -52,7 +52,8 @@ def compose_run(
     if {"max_steps", "epochs"} <= typed.keys():
         raise UserError("max_steps and epochs are both given: give one of the two lengths")
     # A stored run has the steps of its epochs.
-    if "max_steps" in typed or (config_name == "plan" and "epochs" in stored):
+    plans_stored_epochs = config_name == "plan" and "epochs" in stored
+    if "max_steps" in typed or plans_stored_epochs:
         config["epochs"] = None
     if job:
         config["run_dir"] = str(Path(config["run_dir"], job))
@@ -80,19 +81,20 @@ def _composed(
     if trackers and "tracker" not in typed:
         chosen.append(f"tracker=[{','.join(trackers)}]")
     composed = to_dict(compose(config_name, [*chosen, *options], config_dir), complete)
-    kept = {key.replace("/", ".") for key in typed} | _OF_ONE_COMMAND
-    return _merged(composed, stored, kept)
+    fixed_keys = {key.replace("/", ".") for key in typed} | _OF_ONE_COMMAND
+    return _merged(composed, stored, fixed_keys)
 
 
-def _merged(composed: JsonDict, stored: JsonDict, kept: Collection[str]) -> JsonDict:
-    """Return composed settings with stored values, except for the dotted keys in `kept`."""
+def _merged(composed: JsonDict, stored: JsonDict, fixed_keys: Collection[str]) -> JsonDict:
+    """Return composed settings with stored values. Those of `fixed_keys`, dotted, do not change."""
     merged = dict(composed)
     for key, value in composed.items():
-        if key in kept or key not in stored:
+        if key in fixed_keys or key not in stored:
             continue
         if isinstance(value, dict) and isinstance(stored[key], dict):
-            inside = {name.removeprefix(f"{key}.") for name in kept if name.startswith(f"{key}.")}
-            merged[key] = _merged(value, stored[key], inside)
+            prefix = f"{key}."
+            inner = {name.removeprefix(prefix) for name in fixed_keys if name.startswith(prefix)}
+            merged[key] = _merged(value, stored[key], inner)
         else:
             merged[key] = stored[key]
     return merged
@@ -104,15 +106,16 @@ def _vocabulary(config: JsonDict, model: JsonDict, of_init_from: bool) -> int | 
     A user's own configuration of a model may give another one, which is kept. With init_from it is
     the larger one, because the dataset's tokenizer may have markers that the model's lacks.
     """
-    dataset = _read(Path(str(config["dataset_dir"]), "manifest.json"), "tokenizer").get("n_vocab")
-    composed: int | None = config["model"].get("n_vocab")
+    tokenizer = _read(Path(str(config["dataset_dir"]), "manifest.json"), "tokenizer")
+    n_dataset = tokenizer.get("n_vocab")
+    n_composed: int | None = config["model"].get("n_vocab")
     if of_init_from and model:
-        known = [n for n in (composed, dataset) if isinstance(n, int)]
+        known = [n for n in (n_composed, n_dataset) if isinstance(n, int)]
         return max(known, default=None)
     shipped = groups_of("train")["model"]
-    if composed in {group_values("model", name).get("n_vocab") for name in shipped}:
-        return model.get("n_vocab") or dataset or composed
-    return composed
+    if n_composed in {group_values("model", name).get("n_vocab") for name in shipped}:
+        return model.get("n_vocab") or n_dataset or n_composed
+    return n_composed
 
 
 def _model_of(path: Path) -> JsonDict:
@@ -127,8 +130,8 @@ def _model_of(path: Path) -> JsonDict:
 
 
 def _stored_run(run_dir: Path) -> JsonDict:
-    """Return the settings of a run; {} if there is none, or if the file, of which training warns,
-    is damaged."""
+    """Return the settings of a run; {} if there is none, or if its file is damaged, of which
+    training warns."""
     stored = _read(run_dir / "config.json", "config")
     environment = _read(run_dir / "config.json", "environment")
     moved = stored and not Path(str(stored.get("dataset_dir"))).exists()

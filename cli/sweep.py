@@ -60,8 +60,9 @@ def run_sweep(
     """
     try:
         fixed, values, swept, for_hydra = _by_kind(options)
-        first_job = compose(config_name, [*fixed, *(first for first, *_ in values)], config_dir)
-        folder = Path(os.path.expanduser(first_job.get("run_dir", f"multirun/{config_name}")))
+        first_job = [*fixed, *(choices[0] for choices in values)]
+        composed = compose(config_name, first_job, config_dir)
+        folder = Path(os.path.expanduser(composed.get("run_dir", f"multirun/{config_name}")))
         if folder == Path():
             raise UserError(
                 "run_dir is empty, or this folder: give one for the sweep, such as "
@@ -69,8 +70,10 @@ def run_sweep(
             )
         chosen = _settings_of_hydra(config_name, str(folder), list(swept), for_hydra).hydra
         configuration = partial(_configuration, config_name, fixed, config_dir)
-        tries_all = chosen.runtime.choices["hydra/sweeper"] == "basic"
-        for varied in itertools.product(*values) if tries_all else _each_once(values):
+        jobs = _each_once(values)
+        if chosen.runtime.choices["hydra/sweeper"] == "basic":
+            jobs = itertools.product(*values)
+        for varied in jobs:
             try:
                 run(configuration(varied), only_check=True)
             except UserError as error:
@@ -91,9 +94,8 @@ def run_sweep(
 
         refuse_foreign(b"hydra:", folder / "multirun.yaml")
         refuse_foreign(b"name: optuna", folder / "optimization_results.yaml")
-        os.environ["HYDRA_FULL_ERROR"] = (
-            "1"  # Hydra then raises what it would print over many lines
-        )
+        # Hydra then raises what it would print over many lines.
+        os.environ["HYDRA_FULL_ERROR"] = "1"
         sys.argv[1:] = [
             "-m",
             *swept.values(),
@@ -107,13 +109,11 @@ def run_sweep(
             _check_search(folder)
         return folder
     except (AlreadyReportedError, BrokenExecutor) as error:
-        why = (
-            "a worker was killed: no memory?"
-            if isinstance(error, BrokenExecutor)
-            else f"see above{_failed(folder)}"
-        )
-        again = "Fix the cause and run the same command again: finished jobs are skipped"
-        raise UserError(f"some jobs of the sweep failed ({why}). {again}") from None
+        why = f"see above{_failed(folder)}"
+        if isinstance(error, BrokenExecutor):
+            why = "a worker was killed: no memory?"
+        remedy = "Fix the cause and run the same command again: finished jobs are skipped"
+        raise UserError(f"some jobs of the sweep failed ({why}). {remedy}") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error, config_name)) from error
 
@@ -150,7 +150,8 @@ def _by_kind(options: list[str]) -> tuple[list[str], list[list[str]], dict[str, 
     swept: dict[str, str] = {}
     for_hydra: list[str] = []
     parsed = OverridesParser.create().parse_overrides(read_options(options))
-    for key, option in {option.get_key_element(): option for option in parsed}.items():
+    last_of_key = {option.get_key_element(): option for option in parsed}
+    for key, option in last_of_key.items():
         if option.is_hydra_override():
             for_hydra.append(str(option.input_line))
         elif option.is_sweep_override():
@@ -160,8 +161,9 @@ def _by_kind(options: list[str]) -> tuple[list[str], list[list[str]], dict[str, 
                 if option.value_type is not ValueType.GLOB_CHOICE_SWEEP:
                     choices = [f"{key}={value}" for value in option.sweep_string_iterator()]
                 if not choices:
-                    what = f"{option.input_line} names no value"
-                    raise UserError(f"{what}: write {key}=a,b for a run with each")
+                    raise UserError(
+                        f"{option.input_line} names no value: write {key}=a,b for a run with each"
+                    )
                 values.append(choices)
         else:
             has_value = "=" in str(option.input_line)
@@ -213,10 +215,9 @@ def _run_job(
 
 
 def _each_once(values: Sequence[Sequence[str]]) -> Iterator[tuple[str, ...]]:
-    """Return jobs in which every value occurs: a sweeper that chooses may never try some of their
-    combinations."""
+    """Yield jobs in which every value occurs, for a sweeper that need not try every combination."""
     for i in range(max(map(len, values), default=1)):
-        yield tuple(some[i % len(some)] for some in values)
+        yield tuple(choices[i % len(choices)] for choices in values)
 
 
 def _settings_of_hydra(
@@ -253,8 +254,10 @@ def _settings_of_plugins(chosen: DictConfig, has_values: bool) -> list[str]:
     more = []
     if launcher == "joblib":
         if chosen.launcher.n_jobs == 0:
-            what = "hydra.launcher.n_jobs=0 starts no worker"
-            raise UserError(f"{what}: use 1 or more, or -1 for one per GPU or CPU")
+            raise UserError(
+                "hydra.launcher.n_jobs=0 starts no worker: use 1 or more, or -1 for one per GPU or "
+                "CPU"
+            )
         let_workers_save()
         if chosen.launcher.n_jobs == -1 and visible_gpus():
             more.append(f"hydra.launcher.n_jobs={len(visible_gpus())}")
@@ -283,8 +286,7 @@ def _settings_of_plugins(chosen: DictConfig, has_values: bool) -> list[str]:
                 f"{example}"
             )
         if "seed" in chosen.sweeper.sampler and chosen.sweeper.sampler.seed is None:
-            more.append(
-                "hydra.sweeper.sampler.seed=1"
-            )  # a restarted sweep must ask for the same jobs
+            # A restarted sweep must ask for the same jobs.
+            more.append("hydra.sweeper.sampler.seed=1")
         optuna_logging.set_verbosity(optuna_logging.WARNING)
     return more

@@ -50,7 +50,9 @@ def config_file(name: str) -> ConfigFile:
     values |= {key: value for key, value in content.items() if value != "???"}
     for line, key in with_keys(DEFAULTS.sub("", text)):
         comment = line.partition(" # ")[2]
-        if key and (comment or key not in comments):
+        if not key:
+            continue
+        if comment or key not in comments:
             comments[key] = comment
     if "name" in comments:
         comments["name"] = text.removeprefix("# ").partition("\n")[0]

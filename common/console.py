@@ -98,10 +98,10 @@ def _shown(text: str) -> str:
     return "".join(characters)
 
 
-def count(number: int, what: str) -> str:
+def count(number: int, noun: str) -> str:
     """Return a number with what it counts: "1 run", "1,200 runs"."""
     plural = "" if number == 1 else "s"
-    return f"{number:,} {what}{plural}"
+    return f"{number:,} {noun}{plural}"
 
 
 say_once = functools.cache(say)
@@ -110,9 +110,8 @@ say_once = functools.cache(say)
 
 def warn(message: str) -> None:
     """Print one warning line to standard error. Only one of several processes does."""
-    if console.quiet:
-        return
-    errors.print(f"warning: {message}", style="yellow")
+    if not console.quiet:
+        errors.print(f"warning: {message}", style="yellow")
 
 
 warn_once = functools.cache(warn)
@@ -130,8 +129,8 @@ class Track:
     Lines come every few seconds, and after a while every minute. `total=None`: the end is unknown.
     """
 
-    def __init__(self, what: str, total: int | None, done: int = 0) -> None:
-        self.what = what
+    def __init__(self, title: str, total: int | None, done: int = 0) -> None:
+        self.title = title
         self.total = total
         self.first = done
         self.done = done
@@ -160,7 +159,7 @@ class Track:
         """Return the line to print."""
         total = "" if self.total is None else f" of {self.total:,}"
         times = [f"{clock(time.monotonic() - self.started)} elapsed", *self.left()]
-        return f"{self.what} {self.done:,}{total} ({', '.join(times)}) {self.note}".rstrip()
+        return f"{self.title} {self.done:,}{total} ({', '.join(times)}) {self.note}".rstrip()
 
     def left(self) -> list[str]:
         """Return the time left, as in ["2:00 left"], or nothing if it is unknown."""

@@ -101,15 +101,15 @@ def sync_directory(path: Path) -> None:
 def write_atomic(path: Path, content: bytes | str) -> None:
     """Replace `path` by `content` atomically: a crash leaves the old file or the new one, whole."""
     data = content.encode() if isinstance(content, str) else content
-    beside = path.with_name(path.name + ".tmp")
-    beside.unlink(missing_ok=True)
+    temp_path = path.with_name(path.name + ".tmp")
+    temp_path.unlink(missing_ok=True)
     try:
         # "x" refuses a planted link of that name, which would lead to another file.
-        with open(beside, "xb") as file:
+        with open(temp_path, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(temp_path, path)
     except OSError as error:  # an error of write() has no file name
         raise OSError(error.errno, error.strerror, str(path)) from None
     sync_directory(path.parent)

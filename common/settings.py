@@ -62,14 +62,14 @@ def _shortened(text: str) -> str:
     return f"{text[:half]} ... {text[-half:]}"
 
 
-def printable(text: str, kept: str = "") -> str:
+def printable(text: str, whitespace: str = "") -> str:
     """Return a text of an untrusted file or name as every terminal can show it.
 
-    Control characters, ends of lines among them, are escaped unless they are in `kept`.
+    Control characters are escaped, also ends of lines, unless they are in `whitespace`.
     """
     characters = []
     for c in text:
-        is_shown = c.isprintable() or c in kept
+        is_shown = c.isprintable() or c in whitespace
         characters.append(c if is_shown else c.encode("unicode_escape").decode())
     return "".join(characters)
 
@@ -175,7 +175,9 @@ def nearest(wrong: str, allowed: Iterable[str]) -> str:
     """
     names = sorted(allowed)
     end = re.compile(rf"(^|[._]){re.escape(wrong.rpartition('.')[2])}$")
-    alike = [name for name in names if wrong and (end.search(name) or name.startswith(wrong))]
+    alike = []
+    if wrong:
+        alike = [name for name in names if end.search(name) or name.startswith(wrong)]
     close = alike[:4] or difflib.get_close_matches(wrong, names, n=1)
     if close:
         return f"did you mean {' or '.join(map(repr, close))}?"
@@ -214,14 +216,14 @@ def flat(tree: JsonDict, prefix: str = "") -> JsonDict:
 def _refusal(raw: Any, errors: list[Any], shown: Callable[[Any], str]) -> str:
     """Return pydantic's messages on the first wrong key, one for each type that it may have."""
     path = _path_in(raw, errors[0])
-    of_key = [error for error in errors if _path_in(raw, error) == path]
-    messages = dict.fromkeys(error["msg"].removeprefix("Value error, ") for error in of_key)
+    key_errors = [error for error in errors if _path_in(raw, error) == path]
+    messages = dict.fromkeys(error["msg"].removeprefix("Value error, ") for error in key_errors)
     message = " or ".join(messages)
     if not path:
         return message
     wrong = errors[0]["input"]
     value = "" if isinstance(wrong, dict) else f"={shown(wrong)}"
-    n_more = len(errors) - len(of_key)
+    n_more = len(errors) - len(key_errors)
     more = f" (and {n_more} more)" if n_more else ""
     return f"config {path}{value}: {message}{more}"
 
@@ -230,12 +232,13 @@ def _path_in(raw: Any, error: Any) -> str:
     """Return the dotted key of an error, without pydantic's names of union members."""
     path = []
     for i, part in enumerate(error["loc"]):
-        inside: Any = dict(enumerate(raw)) if isinstance(raw, list | tuple) else raw
-        inside = inside if isinstance(inside, dict) else {}
+        if isinstance(raw, list | tuple):
+            raw = dict(enumerate(raw))
+        members = raw if isinstance(raw, dict) else {}
         is_missing = error["type"] == "missing" and i == len(error["loc"]) - 1
-        if part in inside or is_missing:
+        if part in members or is_missing:
             path.append(str(part))
-            raw = inside.get(part)
+            raw = members.get(part)
     return ".".join(path)
 
 

@@ -114,7 +114,8 @@ def parse_message(message: Any) -> tuple[str, str]:
         raise UserError("a message to or from a tool")
     if role not in ROLES[:3]:
         raise UserError(NO_ROLE)
-    if role == "assistant" and (message.get("tool_calls") or message.get("function_call")):
+    calls_tool = message.get("tool_calls") or message.get("function_call")
+    if role == "assistant" and calls_tool:
         raise UserError("a message to or from a tool")
     content = message.get("content")
     items = content if isinstance(content, list) else [{"type": "text", "text": content}]

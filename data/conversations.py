@@ -74,14 +74,14 @@ class Conversations:
         self.n_long = int(is_long.sum())
         self.n_lost_targets = 0
         """Tokens of answers that are cut off."""
-        kept = np.ones(len(starts), bool)
+        has_answer = np.ones(len(starts), bool)
         for number in np.flatnonzero(is_long).tolist():
             _, targets = self._read(int(starts[number]), int(stops[number]))
             self.n_lost_targets += int((targets[seq_len:] >= 0).sum())
-            kept[number] = (targets[:seq_len] >= 0).any()
-        starts = starts[kept]
-        stops = np.minimum(stops[kept], starts + seq_len)
-        sets = sets[kept]
+            has_answer[number] = (targets[:seq_len] >= 0).any()
+        starts = starts[has_answer]
+        stops = np.minimum(stops[has_answer], starts + seq_len)
+        sets = sets[has_answer]
         if not len(starts):
             raise UserError(
                 f"split '{stream.split}' has no conversation with an answer within {seq_len=}: "
@@ -103,8 +103,8 @@ class Conversations:
 
     def spans(self, row: int) -> Spans:
         """Return where the conversations of a row are in the split; their tokens are targets."""
-        here = slice(self._firsts[row], self._firsts[row + 1])
-        return list(zip(self._starts[here].tolist(), self._stops[here].tolist(), strict=True))
+        numbers = slice(self._firsts[row], self._firsts[row + 1])
+        return list(zip(self._starts[numbers].tolist(), self._stops[numbers].tolist(), strict=True))
 
     def read(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the token ids and targets of a row, int64 (seq_len,)."""
@@ -127,9 +127,10 @@ class Conversations:
         words = f"{self.n_conversations:,} conversations in {len(self):,} rows"
         if self.n_long:
             are = "is" if self.n_long == 1 else "are"
-            words += f"; {self.n_long:,} of {self.n_conversations:,} conversations {are} longer "
-            words += f"than seq_len={self.seq_len}: {self.n_lost_targets:,} tokens of answers are "
-            words += "left out"
+            words += (
+                f"; {self.n_long:,} of {self.n_conversations:,} conversations {are} longer than "
+                f"seq_len={self.seq_len}: {self.n_lost_targets:,} tokens of answers are left out"
+            )
         return words
 
 
@@ -141,9 +142,9 @@ def _pack_sets(
     sets_of_rows = []
     n_rows = 0
     for number in np.unique(sets).tolist():
-        is_here = sets == number
-        packed = pack(lengths[is_here], seq_len)
-        rows[is_here] = n_rows + packed
+        is_in_set = sets == number
+        packed = pack(lengths[is_in_set], seq_len)
+        rows[is_in_set] = n_rows + packed
         n_new = int(packed.max()) + 1
         sets_of_rows.append(np.full(n_new, number))
         n_rows += n_new
@@ -151,7 +152,10 @@ def _pack_sets(
 
 
 def _documents(stream: TokenStream) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return start and stop in the split, without <|endoftext|>, and set of each document."""
+    """Return where each document starts and stops in the split, and its set.
+
+    Its <|endoftext|> is left out.
+    """
     shards = [(np.empty(0, np.int64), np.empty(0, np.int64)), *document_ends(stream)]
     ends = np.concatenate([ends for ends, _ in shards])
     sets = np.concatenate([sets for _, sets in shards])

@@ -13,8 +13,8 @@ def shuffled(places: np.ndarray, n: int, key: str) -> np.ndarray:
     shuffles, places_within = np.divmod(places, n)
     members = np.empty_like(places_within)
     for number in np.unique(shuffles).tolist():
-        is_here = shuffles == number
-        members[is_here] = permute(places_within[is_here], n, key=f"{key}/{number}")
+        in_shuffle = shuffles == number
+        members[in_shuffle] = permute(places_within[in_shuffle], n, key=f"{key}/{number}")
     return members
 
 

@@ -50,7 +50,8 @@ def read(
         step: called instead of the model; its next call may overwrite the returned state.
     """
     state = None if before is None else before.state
-    logits, state = (step or gpt)(token_ids.to(gpt.device), state, return_state=True)
+    step = step or gpt
+    logits, state = step(token_ids.to(gpt.device), state, return_state=True)
     logits = logits[..., :n_vocab]
     last = logits[:, -1].clone()  # a view would keep the logits of all tokens
     return Prefix(last, state), logits

@@ -106,7 +106,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
 
     Raises:
         UserError: checkpoint and dataset do not match, or a length is longer than text or model
-        allow.
+            allow.
     """
     loaded = load(config)
     state = loaded.checkpoint.state
@@ -124,7 +124,8 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
         raise UserError(
             f"stride={config.stride} would skip text between windows of {seq_len} tokens: lower it"
         )
-    if loss == "answers" and (config.stride or config.contexts):
+    measures_texts = config.stride or config.contexts
+    if loss == "answers" and measures_texts:
         raise UserError(
             "stride and contexts are for texts, and this loss is on the answers of conversations: "
             "leave them out, or give dataset_dir= of a text"
@@ -182,7 +183,7 @@ def measure(plan: Evaluation, world: World) -> JsonDict:
         by_position.add(targets, losses)
     set_losses = dict(zip(plan.manifest.set_names, by_set.losses(world), strict=True))
     largest_first = sorted(set_losses, key=lambda name: -set_losses[name].tokens)
-    positions = by_position.rows(by_position.losses(world))
+    positions = by_position.rows(by_position.sums.losses(world))
     if windows.stream.loss == "answers":
         positions = []  # a position in a row of several conversations says nothing
     return {
@@ -218,7 +219,7 @@ def _measure_context(
         gpt, windows, rows, plan.loaded.runtime, world, _CONTEXT_CHUNK
     ):
         by_position.add(targets, losses)
-    losses_of_bins = by_position.losses(world)
+    losses_of_bins = by_position.sums.losses(world)
     return {
         "context": context,
         **figures(total(losses_of_bins)),
@@ -251,18 +252,14 @@ class _PositionSums:
 
     def __init__(self, length: int, byte_lengths: Tensor) -> None:
         self._edges = position_bins(length)
-        self._sums = LossSums(len(self._edges) - 1, byte_lengths)
+        self.sums = LossSums(len(self._edges) - 1, byte_lengths)
         edges = torch.tensor(self._edges)
         self._bins = torch.bucketize(torch.arange(length), edges, right=True).unsqueeze(0) - 1
         """The bin of each position, int64 (1, length)."""
 
     def add(self, targets: Tensor, losses: Tensor) -> None:
         """Add losses (B, T) of B windows, as LossSums does."""
-        self._sums.add(self._bins, targets, losses)
-
-    def losses(self, world: World) -> list[Loss]:
-        """Return the loss of each bin over all processes, which call this once."""
-        return self._sums.losses(world)
+        self.sums.add(self._bins, targets, losses)
 
     def rows(self, losses: list[Loss]) -> list[JsonDict]:
         """Return the bins [start, stop) that have targets, with their losses."""

@@ -96,7 +96,9 @@ class HarnessModel(TemplateLM):
         text = f"{_IS_MARKER}<|endoftext|>"
         end = f"{_IS_MARKER}<|end|>"
         for role, content in map(parse_message, chat_history):
-            text += f"{_IS_MARKER}<|{role}|>{content}" + (end if role == "assistant" else "")
+            text += f"{_IS_MARKER}<|{role}|>{content}"
+            if role == "assistant":
+                text += end
         if add_generation_prompt:
             return f"{text}{_IS_MARKER}<|assistant|>"
         return text.removesuffix(end)

@@ -83,12 +83,14 @@ class SampleConfig(SamplingConfig, ModelConfig, defaults="sample"):
         keys = [key for key, value in prompts.items() if value]
         if len(keys) > 1:
             raise ValueError(f"{' and '.join(keys)} are both given: give one")
-        if self.system and not (self.interactive or self.message):
+        is_chat = self.interactive or self.message
+        if self.system and not is_chat:
             raise ValueError(
                 "system is for conversations: give interactive=true or message too, or put it into "
                 "prompt"
             )
-        if self.interactive and (self.prompts_file or "-" in prompts.values()):
+        reads_input = self.prompts_file or "-" in prompts.values()
+        if self.interactive and reads_input:
             raise ValueError(
                 "a conversation with interactive=true begins with one prompt, and its lines come "
                 "from standard input: give prompt"
@@ -151,7 +153,8 @@ def _continue(loaded: Loaded, prompts: list[str], config: SampleConfig) -> None:
             for text in stream(engine, sample):
                 if is_text:
                     show(text)
-            show("\n" if is_text else json.dumps(_record(prompt, sample)) + "\n")
+            line = "" if is_text else json.dumps(_record(prompt, sample))
+            show(f"{line}\n")
     except KeyboardInterrupt:
         show("\n")
         raise

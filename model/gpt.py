@@ -306,7 +306,8 @@ class GPTConfig(Settings):
             )
         names: list[str] = []
         for mechanism in ATTENTION:
-            if mechanism.constant_state and (mechanism.has_empty_state or not from_empty):
+            lacks_state = from_empty and not mechanism.has_empty_state
+            if mechanism.constant_state and not lacks_state:
                 names += variant_names(mechanism)
 
         def check(layer: AttentionConfig) -> None:
@@ -490,7 +491,8 @@ class GPT(nn.Module):
         starts = None
         if self.eot_id is not None:
             starts = token_ids == self.eot_id
-            if (state is not None or return_state) and not self.constant_state:
+            has_state = state is not None or return_state
+            if has_state and not self.constant_state:
                 return self._by_documents(token_ids, starts, state)
         return self._features(token_ids, starts, state, return_state, call_layer)
 
@@ -524,8 +526,10 @@ class GPT(nn.Module):
     def _by_documents(
         self, token_ids: Tensor, starts: Tensor, state: GPTState | None
     ) -> tuple[Tensor, GPTState]:
-        """Compute `features` with a state that grows: each document of each row by itself, where
-        they start apart."""
+        """Compute `features` with a state that grows.
+
+        Where documents start in the middle, each document of each row is computed by itself.
+        """
         starts = starts.cpu()
         if not starts.any():
             return self._features(token_ids, None, state, True)
@@ -602,7 +606,11 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def size(self, n_vocab: int) -> str:
-        """The number of parameters in words, also without the rows of ids from n_vocab on."""
+        """The number of parameters in words, and their number without rows that pad the vocabulary.
+
+        Args:
+            n_vocab: ids from here on are padding.
+        """
         n_params = self.n_params()
         n_matrices = 1 if self.config.tied else 2
         padding = (self.config.n_vocab_padded - n_vocab) * self.config.n_embd * n_matrices

@@ -38,7 +38,8 @@ class DecodingStep:
             self._usable = use_graphs(self._gpt, state)
         # The weights that autocast has cast do not stay where they are.
         if self._usable and not torch.is_autocast_enabled("cuda"):
-            rows = min(1 << (len(token_ids) - 1).bit_length(), self._max_rows)
+            power_of_two = 1 << (len(token_ids) - 1).bit_length()  # at least as many
+            rows = min(power_of_two, self._max_rows)
             graph = self._graphs.get(rows) or self._record(rows, token_ids, state)
             if graph is not None:
                 return graph(token_ids, state)

@@ -95,8 +95,8 @@ def name_elsewhere(ours: str, names: Mapping[str, str]) -> str:
     """
     numbers = [word for word in ours.split(".") if word.isdigit()]
     layer = numbers[0] if numbers else ""
-    for pattern, theirs in names.items():
+    for pattern, replacement in names.items():
         prefix = pattern.format(layer)
         if f"{ours}.".startswith(f"{prefix}."):
-            return theirs.format(layer) + ours[len(prefix) :]
+            return replacement.format(layer) + ours[len(prefix) :]
     raise KeyError(ours)

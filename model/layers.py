@@ -73,21 +73,21 @@ class Embedding(nn.Embedding):
             nn.init.normal_(self.weight, std=self.std)
 
 
-def recomputing(what: Recompute, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with the same results, of which a backward pass computes activations again.
+def recomputing(recompute: Recompute, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the same results, whose activations a backward pass computes again.
 
     Args:
-        what: "none": nothing; "block": everything but its arguments; "selective": the same, except
-            products with weights, which are kept.
+        recompute: "none": nothing is computed again; "block": everything but the arguments;
+            "selective": the same, except products with weights, which are stored.
     """
-    if what == "none":
+    if recompute == "none":
         return function
-    recomputed = partial(checkpoint, function, use_reentrant=False)
-    if what == "block":
-        return recomputed
+    block = partial(checkpoint, function, use_reentrant=False)
+    if recompute == "block":
+        return block
     products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-    kept = partial(create_selective_checkpoint_contexts, products)
-    return partial(recomputed, context_fn=kept)
+    contexts = partial(create_selective_checkpoint_contexts, products)
+    return partial(block, context_fn=contexts)
 
 
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -256,12 +256,10 @@ def _open(path: Path, files: Collection[str]) -> Checkpoint:
     for name in files:
         try:
             sha256 = sha256_file(path / name)
-        except OSError as error:
+        except (OSError, UserError) as error:
             # Other errors may pass, or a person can fix them; EIO means a damaged disk.
-            if error.errno not in (errno.ENOENT, errno.EIO):
+            if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EIO):
                 raise
-            raise Damaged(f"{path / name} is missing or damaged: {error}") from None
-        except UserError as error:
             raise Damaged(f"{path / name} is missing or damaged: {error}") from None
         if sha256 != sums[name]:
             raise Damaged(f"{path / name} is missing or damaged: its sha256 is not the manifest's")
@@ -290,7 +288,7 @@ def _read_sums(path: Path) -> dict[str, str]:
 
 
 def _version_of_state(path: Path) -> object:
-    """The format version in state.json, which may be damaged, too: then None."""
+    """The format version in state.json; None: that file is damaged, too."""
     with contextlib.suppress(UserError, AttributeError):
         return read_json(path / "state.json", limit=_LARGEST_STATE).get("format_version")
     return None
@@ -341,26 +339,26 @@ def save_checkpoint(
         OSError: it cannot be written.
     """
     path = checkpoint_path(run_dir, state.step)
-    beside = path.with_name(path.name + ".tmp")
+    temp_dir = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for folder in (run_dir, run_dir.absolute().parent):
             sync_directory(folder)
-        _clear(beside)
-        beside.mkdir()
+        _clear(temp_dir)
+        temp_dir.mkdir()
         for name, file_tensors in tensors.items():
-            save_file(dict(file_tensors), beside / f"{name}.safetensors")
-        save_tokenizer(tokenizer, beside / "tokenizer.json")
-        write_json(beside / "state.json", state.model_dump(mode="json"))
-        sums = {file: sha256_file(beside / file) for file in _FILES}
+            save_file(dict(file_tensors), temp_dir / f"{name}.safetensors")
+        save_tokenizer(tokenizer, temp_dir / "tokenizer.json")
+        write_json(temp_dir / "state.json", state.model_dump(mode="json"))
+        sums = {file: sha256_file(temp_dir / file) for file in _FILES}
         manifest = Digests(format_version=FORMAT_VERSION, sha256=sums).model_dump()
-        write_json(beside / "manifest.json", manifest)  # which also syncs the names in its folder
+        write_json(temp_dir / "manifest.json", manifest)  # which also syncs the names in its folder
         if path.exists():  # it is damaged
             _remove(path)
-        os.rename(beside, path)
+        os.rename(temp_dir, path)
         sync_directory(path.parent)
     except OSError:
-        _clear(beside)  # makes room on a full disk
+        _clear(temp_dir)  # makes room on a full disk
         raise
     return path
 
@@ -385,14 +383,14 @@ def retain(
     if best not in whole and (folder / "best").is_file():
         best = folder / _first_line(folder / "best")  # that save failed: the best one on disk
     _point(folder / "latest", whole[-1])
-    kept = set(whole[-config.keep_last :])
+    retained = set(whole[-config.keep_last :])
     if best in whole:
         _point(folder / "best", best)
-        kept.add(best)
+        retained.add(best)
     if config.keep_every is not None:
-        kept |= {path for path in whole if _step_of(path) % config.keep_every == 0}
+        retained |= {path for path in whole if _step_of(path) % config.keep_every == 0}
     for path in paths:
-        if path not in kept:
+        if path not in retained:
             _remove(path)
 
 
@@ -403,10 +401,10 @@ def _point(pointer: Path, path: Path) -> None:
 
 def _remove(path: Path) -> None:
     """Delete a checkpoint. A crash leaves it whole, or as leftovers for the next save to delete."""
-    old = path.with_name(path.name + ".old.tmp")
-    _clear(old)
-    os.rename(path, old)
-    _clear(old)
+    leftover = path.with_name(path.name + ".old.tmp")
+    _clear(leftover)
+    os.rename(path, leftover)
+    _clear(leftover)
 
 
 def _clear(path: Path) -> None:

@@ -103,19 +103,25 @@ def open_runtime(config: DeviceConfig) -> Runtime:
         UserError: torch sees no GPU, and runtime.device is cuda, or it is auto and there is one.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
-        what = "runtime.device=cuda, but torch sees no GPU here"
-        raise UserError(f"{what}: use runtime.device=cpu or auto")
+        raise UserError(
+            "runtime.device=cuda, but torch sees no GPU here: use runtime.device=cpu or auto"
+        )
     why_unseen = why_gpu_is_unseen() if config.device == "auto" else None
     if why_unseen is not None:
-        what = "this machine has a GPU that torch does not see"
-        raise UserError(f"{what}: {why_unseen}; or use runtime.device=cpu")
-    device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
+        raise UserError(
+            f"this machine has a GPU that torch does not see: {why_unseen}; or use "
+            "runtime.device=cpu"
+        )
+    uses_gpu = config.device != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda" if uses_gpu else "cpu")
     if device.type == "cpu":
         keep_freed_memory()
     name = config.dtype
     if name == "auto":
         name = "bfloat16" if is_bfloat16_fast(device) else "float32"
-    deterministic = device.type == "cpu" if config.deterministic == "auto" else config.deterministic
+    deterministic = config.deterministic
+    if deterministic == "auto":
+        deterministic = device.type == "cpu"
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
     torch.use_deterministic_algorithms(deterministic)
@@ -192,7 +198,7 @@ def compile_blocks(gpt: GPT, compiled: bool) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a part of it is."""
+    """Whether a module of the model is compiled."""
     return any(part._compiled_call_impl is not None for part in module.modules())
 
 

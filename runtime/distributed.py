@@ -155,9 +155,7 @@ class World:
         shard = partial(fully_shard, mesh=mesh, reshard_after_forward=True)
         # The root has what autocast computes with in float32: embeddings, and the few other
         # parameters of blocks.
-        matrices = {
-            m.weight for block in gpt.blocks for m in block.modules() if isinstance(m, nn.Linear)
-        }
+        matrices = {m.weight for m in gpt.blocks.modules() if isinstance(m, nn.Linear)}
         shard(gpt, ignored_params=matrices)
         sum_dtype = torch.promote_types(dtype, torch.float32)
         policy = MixedPrecisionPolicy(dtype, sum_dtype, cast_forward_inputs=False)
@@ -338,7 +336,7 @@ def _refuse_differences(values: list[JsonDict]) -> None:
         differing = differences(values[0], rank_values)
         if differing:
             listed = ", ".join(
-                f"{key}={here} (process 0: {there})" for key, (there, here) in differing.items()
+                f"{key}={value} (process 0: {main})" for key, (main, value) in differing.items()
             )
             raise UserError(
                 f"process {rank} differs from process 0 in {listed}: start the same command with "
@@ -397,7 +395,7 @@ def _device_of_rank(device: torch.device) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _connect(host_it: bool, size: int, timeout: timedelta) -> dist.Store:
+def _connect(hosts_store: bool, size: int, timeout: timedelta) -> dist.Store:
     """Connect to the store where processes find each other. Rank 0 hosts it, unless torchrun does.
 
     torchrun's store outlives the processes that it restarts. Every attempt has its own prefix, so
@@ -411,10 +409,10 @@ def _connect(host_it: bool, size: int, timeout: timedelta) -> dist.Store:
     late.start()
     try:
         store = dist.TCPStore(
-            host, port, size, is_master=host_it, timeout=timeout, multi_tenant=host_it
+            host, port, size, is_master=hosts_store, timeout=timeout, multi_tenant=hosts_store
         )
     except dist.DistNetworkError as error:
-        if host_it and "EADDRINUSE" in str(error):
+        if hosts_store and "EADDRINUSE" in str(error):
             raise UserError(
                 f"MASTER_PORT={port} is in use on {host}: set another for all processes"
             ) from None

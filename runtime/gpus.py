@@ -26,7 +26,7 @@ class Device(NamedTuple):
     def peak(self, dtype: torch.dtype) -> float | None:
         """Peak of matrix products in this dtype, FLOP/s; None: unknown."""
         tera = {torch.bfloat16: self.bfloat16, torch.float32: self.float32}.get(dtype)
-        return tera and tera * 1e12
+        return None if tera is None else tera * 1e12
 
 
 DEVICES = (

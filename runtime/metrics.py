@@ -56,17 +56,17 @@ def _drop_later(path: Path, step: int) -> int:
 
     Cutting needs no room on disk. Returns the last step that the file has then.
     """
-    kept = bytearray()
+    content = bytearray()
     end = 0
     last = 0
     for line, text, line_end in _lines(path):
         if line["step"] <= step:
-            kept += text
+            content += text
             end = line_end
             last = max(last, line["step"])
     os.truncate(path, end)
-    if len(kept) < end:
-        write_atomic(path, bytes(kept))
+    if len(content) < end:
+        write_atomic(path, bytes(content))
     return last
 
 

@@ -55,7 +55,7 @@ class Form(NamedTuple):
     """Operators whose kernels are not used."""
 
     def lacks(self, configured: "Form") -> str:
-        """What it does without, beside the configured form."""
+        """What the configured form uses and this one does not, in words."""
         left_out = [operator for operator in self.left_out if operator not in configured.left_out]
         lost = [f"the kernels of {operator}" for operator in left_out]
         if configured.compiled and not self.compiled:
@@ -185,8 +185,7 @@ def use(gpt: GPT, form: Form) -> None:
 def gradients(gpt: GPT, token_ids: Tensor, targets: Tensor, runtime: Runtime) -> Gradients:
     """Return the mean loss and its gradient, as a training step computes them.
 
-    The matrices of a fused weight have a gradient each: that of k would be lost beside those of q
-    and v.
+    Each matrix of a fused weight has its own gradient: those of q and v would hide that of k.
     """
     with runtime.autocast():
         loss = gpt.summed_loss(token_ids, targets) / targets.numel()
@@ -206,9 +205,8 @@ def plain_gradients(
 ) -> tuple[Gradients, dict[str, Tensor]]:
     """Return the loss and gradients in float32, a few sequences at a time, and the scale of each.
 
-    The scale is the root of the sum of squares of the norms of all parts. It is the norm of the sum
-    if parts are independent, and does not vanish where they cancel, as their rounding errors do not
-    either.
+    The scale is the root of the sum of the squared norms of all parts. For independent parts, it is
+    the norm of their sum. Where parts cancel, it does not vanish: nor do their rounding errors.
     """
     rows = max(1, min(_AT_ONCE // token_ids.shape[1], len(token_ids) // 8))
     recompute = gpt.recompute
@@ -245,10 +243,10 @@ def compare(actual: Gradients, expected: Gradients, scales: dict[str, Tensor]) -
 
 
 def prove_logits(gpt: GPT, runtime: Runtime, autocast: bool) -> None:
-    """Use kernels with which a model's logits are right on this GPU: those that were proved for it,
-    if any were.
+    """Use only kernels with which a model's logits are right on this GPU.
 
-    Otherwise the logits of a text of random tokens are compared with plain torch.
+    An earlier proof for this model and GPU is used. If there is none, the logits of a text of
+    random tokens are compared with plain torch.
 
     Args:
         autocast: whether the model runs in `runtime.autocast()`.
@@ -269,7 +267,8 @@ def prove_logits(gpt: GPT, runtime: Runtime, autocast: bool) -> None:
 
     def difference_of(form: Form) -> Difference:
         use(gpt, form)
-        with torch.inference_mode(), runtime.autocast() if autocast else nullcontext():
+        context = runtime.autocast() if autocast else nullcontext()
+        with torch.inference_mode(), context:
             return compare({LOGITS: gpt(ids)}, expected, norms)
 
     form, _ = fastest_right(difference_of, False, runtime.dtype, World(gpt.device))
@@ -329,10 +328,10 @@ class Proofs:
     def read(self, options: JsonDict | None = None) -> Form | None:
         """Return the form that was proved, with these options if any are given."""
         try:
-            kept = read_json(self._path)
-            if options is not None and kept["options"] != options:
+            proof = read_json(self._path)
+            if options is not None and proof["options"] != options:
                 return None
-            return Form(kept["compiled"], tuple(kept["left_out"]))
+            return Form(proof["compiled"], tuple(proof["left_out"]))
         except (UserError, KeyError):  # not there, or damaged: it is proved again
             return None
 

@@ -150,7 +150,7 @@ def set_random_state(state: Tensor, device: torch.device) -> None:
 
 
 def random_tensors(processes: int, device: str) -> Expected:
-    """The expected content of random.safetensors for a number of processes on "cpu" or "cuda"."""
+    """The expected content of random.safetensors for so many processes on "cpu" or "cuda"."""
     n_bytes = torch.get_rng_state().numel() + (_GPU_BYTES if device == "cuda" else 0)
     return {RANDOM: (torch.Size([processes, n_bytes]), (torch.uint8,))}
 

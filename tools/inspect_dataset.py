@@ -125,8 +125,9 @@ def row_text(stream: TokenStream, spans: Spans, n_tokens: int, tokens: Sequence[
                 text += ("⟦" if is_target else "⟧").encode()
             text += tokens[token_id]
             open_before = is_target
-        text += "⟧".encode() if open_before else b""
-    return printable(text.decode(errors="replace"), kept="\n\t")
+        if open_before:
+            text += "⟧".encode()
+    return printable(text.decode(errors="replace"), whitespace="\n\t")
 
 
 def _are_targets(stream: TokenStream, start: int, stop: int) -> np.ndarray:

@@ -46,9 +46,10 @@ class PlanConfig(TrainConfig, defaults="plan"):
                 f"runtime.context_parallel={together} does not divide n_device={self.n_device}"
             )
         if self.batch_size * together < self.n_device:
-            has = f"batch_tokens={self.batch_tokens} is {self.batch_size} sequences"
+            step = f"batch_tokens={self.batch_tokens} is {self.batch_size} sequences"
             raise ValueError(
-                f"{has}, fewer than n_device={self.n_device}: lower n_device, or raise batch_tokens"
+                f"{step}, fewer than n_device={self.n_device}: "
+                "lower n_device, or raise batch_tokens"
             )
         if self.device not in ("auto", "cpu") and device_by_name(self.device) is None:
             names = ", ".join(known_device.name for known_device in DEVICES)
@@ -88,8 +89,10 @@ def plan(config: PlanConfig) -> JsonDict:
     if target.memory is not None:
         room = target.memory * (1 - SPARE)
         most = largest(lambda size: memory_with(size).peak <= room, share)
-    wanted = config.runtime.micro_batch
-    micro_batch = min(most or 1 if wanted == "auto" else wanted, share)
+    size = config.runtime.micro_batch
+    if size == "auto":
+        size = most or 1
+    micro_batch = min(size, share)
     memory = memory_with(micro_batch)
     numbers = gpt.n_params() * (1 + config.means(gpt))
     return {
@@ -120,19 +123,20 @@ def find_target(config: PlanConfig) -> Target:
     """
     device = config.device
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    if device == "auto" and (config.runtime.device == "cpu" or gpu is None):
+    runs_on_cpu = config.runtime.device == "cpu" or gpu is None
+    if device == "auto" and runs_on_cpu:
         if config.runtime.device == "cuda":
             raise UserError(
                 "runtime.device=cuda, but there is no GPU here: name one, such as device=a100-40gb"
             )
         device = "cpu"
-    where = torch.device("cpu" if device == "cpu" else "cuda")
+    kind = torch.device("cpu" if device == "cpu" else "cuda")
     known = device_of_gpu(gpu or "") if device == "auto" else device_by_name(device)
     dtype = config.runtime.dtype
     if dtype == "auto":
-        is_fast = known.bfloat16 is not None if known else is_bfloat16_fast(where)
+        is_fast = known.bfloat16 is not None if known else is_bfloat16_fast(kind)
         dtype = "bfloat16" if is_fast else "float32"
-    runtime = Runtime(where, getattr(torch, dtype), config.runtime.sequence_chunk)
+    runtime = Runtime(kind, getattr(torch, dtype), config.runtime.sequence_chunk)
     if known is not None:
         return Target(known.name, runtime, known.memory * 1e9, known.peak(runtime.dtype))
     if device == "auto":
@@ -149,31 +153,37 @@ def time_of(config: PlanConfig, target: Target, flops: int) -> JsonDict:
         at_peak = tokens * flops / (target.peak * config.n_device)
         if config.mfu is not None:
             rate = config.mfu * target.peak / flops
-    seconds = tokens / (rate * config.n_device) if rate else None
+    total_rate = None
+    seconds = None
+    device_hours = None
+    if rate is not None:
+        total_rate = rate * config.n_device
+        seconds = tokens / total_rate
+        device_hours = seconds * config.n_device / 3600
     return {
         "steps": config.last_step,
         "tokens": tokens,
         "flops": tokens * flops,
-        "tokens_per_second": rate and rate * config.n_device,
+        "tokens_per_second": total_rate,
         "mfu": rate * flops / target.peak if rate and target.peak else None,
         "seconds": seconds,
-        "device_hours": seconds and seconds * config.n_device / 3600,
+        "device_hours": device_hours,
         "seconds_at_peak": at_peak,
     }
 
 
 def disk_of(config: PlanConfig, checkpoint: int) -> JsonDict:
     """Bytes of a checkpoint, of all kept checkpoints, and of the dataset."""
-    keep = config.checkpoint
-    kept = keep.keep_last + 1  # 1: best
-    if keep.keep_every is not None:
-        kept += config.last_step // keep.keep_every
-    kept = min(ceil_div(config.last_step, keep.every), kept)
+    settings = config.checkpoint
+    n_kept = settings.keep_last + 1  # 1: best
+    if settings.keep_every is not None:
+        n_kept += config.last_step // settings.keep_every
+    n_kept = min(ceil_div(config.last_step, settings.every), n_kept)
     tokens = config.tokens(config.last_step)
     disk: JsonDict = {
         "checkpoint": checkpoint,
-        "checkpoints": checkpoint * kept,
-        "checkpoints_kept": kept,
+        "checkpoints": checkpoint * n_kept,
+        "checkpoints_kept": n_kept,
         "bytes_of_all_tokens": tokens * token_dtype(config.model.n_vocab).itemsize,
     }
     if config.dataset_dir is not None:

@@ -133,15 +133,15 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
             raise UserError(
                 f"{path} is not a folder: give the folder of a run, of a sweep, or of many runs"
             )
-        inside = list(_runs_in(path))
-        if not inside and len(paths) > 1:
+        run_folders = list(_runs_in(path))
+        if not run_folders and len(paths) > 1:
             warn(f"no run in {path}: a run has a metrics.jsonl")
-        folders |= dict.fromkeys(inside)
-    above = _common_folder(paths) if len(folders) > 1 else _common_folder(folders).parent
+        folders |= dict.fromkeys(run_folders)
+    top = _common_folder(paths) if len(folders) > 1 else _common_folder(folders).parent
     runs = []
     for folder in folders:
         try:
-            runs.append(_read_run(folder, _brief(os.path.relpath(folder.absolute(), above))))
+            runs.append(_read_run(folder, _brief(os.path.relpath(folder.absolute(), top))))
         except (UserError, OSError) as error:
             warn(f"skipping {folder}: {error}")
     if not runs:
@@ -157,10 +157,10 @@ def _common_folder(paths: Sequence[Path] | dict[Path, None]) -> Path:
 
 def _runs_in(path: Path) -> Iterator[Path]:
     """Yield the run at this path, or those below it. Links to folders are not followed."""
-    for folder, inside, files in os.walk(path):
-        inside.sort()
-        if "metrics.jsonl" in [*files, *inside] or _failure(Path(folder)):
-            inside.clear()
+    for folder, subfolders, files in os.walk(path):
+        subfolders.sort()
+        if "metrics.jsonl" in [*files, *subfolders] or _failure(Path(folder)):
+            subfolders.clear()
             yield Path(folder)
 
 
@@ -225,15 +225,20 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
         groups.setdefault(key, []).append(run)
     rows = []
     for group in groups.values():
-        curves = [run.curves.val for run in group if run.curves.val]
-        rows.append(Row(group, [min(loss for _, loss in curve) for curve in curves]))
+        lowest = []
+        for run in group:
+            if run.curves.val:
+                lowest.append(min(loss for _, loss in run.curves.val))
+        rows.append(Row(group, lowest))
     return sorted(rows, key=lambda row: (row.loss, row.runs[0].name))
 
 
 def varying_settings(runs: Sequence[Run]) -> list[str]:
     """Return the settings in which the runs differ."""
     known = [run.settings for run in runs if run.settings]
-    keys = dict.fromkeys(key for settings in known for key in settings)
+    keys: JsonDict = {}
+    for settings in known:
+        keys |= settings
     varying = []
     for key in keys:
         values = {json.dumps(settings.get(key)) for settings in known}
@@ -291,7 +296,8 @@ _PAGE = """<!doctype html>
 def _lines(rows: Sequence[Row], keys: Sequence[str]) -> tuple[list[dict[str, str]], list[str]]:
     """Return the lines of the table, and the titles of columns in which something is known."""
     lines = [_cells(row, keys) for row in rows]
-    return lines, [name for name in lines[0] if any(line[name] for line in lines)]
+    columns = [name for name in lines[0] if any(line[name] for line in lines)]
+    return lines, columns
 
 
 def _cells(row: Row, keys: Sequence[str]) -> dict[str, str]:
@@ -350,7 +356,7 @@ def _draw(rows: Sequence[Row]) -> bytes:
 
 
 def _plot(axes: Axes, points: Sequence[tuple[int, float]], colour: str, label: str | None) -> None:
-    tokens = [place for place, _ in points]
+    tokens = [n_tokens for n_tokens, _ in points]
     losses = [loss for _, loss in points]
     marker = "o" if len(points) <= 20 else ""
     axes.plot(tokens, losses, color=colour, marker=marker, label=label)

@@ -10,7 +10,6 @@ from data.loader import EvalConversations
 from data.mixture import epochs
 from model.attention import AttentionConfig
 from runtime.device import is_compiled
-from trainer.config import TrainConfig
 from trainer.mup import ratios
 from trainer.start import Run
 
@@ -39,11 +38,11 @@ def announce(run: Run, last: tuple[int, float] | None) -> None:
     now = max_lr * schedule.factor(run.state.step, config.max_steps)
     if min(abs(before - repeated), abs(before - now)) <= 1e-6 * before:
         return
-    what = f"the learning rate goes from {before:.3g} (step {step}) to {now:.3g}"
-    what += f" (step {run.state.step + 1})"
+    jump = f"the learning rate goes from {before:.3g} (step {step}) to {now:.3g}"
+    jump += f" (step {run.state.step + 1})"
     if schedule.longer and now - before > 0.1 * max_lr:  # such a rise costs loss
-        what += f"; for a longer run without this jump: {schedule.longer}"
-    warn(what)
+        jump += f"; for a longer run without this jump: {schedule.longer}"
+    warn(jump)
 
 
 def _n_epochs(run: Run) -> float:
@@ -148,17 +147,14 @@ def _kept(run: Run) -> str:
     windows = run.windows
     if isinstance(windows, EvalConversations):
         share = "all" if len(windows) == windows.total else f"{len(windows):,} of"
-        what = f"the answers of {share} {windows.packed.summary()}"
-        return f"{_saved(config)}, evaluated every {config.eval.every:,} on {what}"
-    n_tokens = windows.stream.n_tokens - 1
-    n_read = min(len(windows) * windows.seq_len, n_tokens)
-    share = "all" if n_read == n_tokens else f"{n_read:,} of"
-    evaluated = f"evaluated every {config.eval.every:,} on {share} {n_tokens:,} validation tokens"
-    return f"{_saved(config)}, {evaluated}"
-
-
-def _saved(config: TrainConfig) -> str:
-    return f"{config.run_dir}: saved every {count(config.checkpoint.every, 'step')}"
+        text = f"the answers of {share} {windows.packed.summary()}"
+    else:
+        n_tokens = windows.stream.n_tokens - 1
+        n_read = min(len(windows) * windows.seq_len, n_tokens)
+        share = "all" if n_read == n_tokens else f"{n_read:,} of"
+        text = f"{share} {n_tokens:,} validation tokens"
+    saved = f"{config.run_dir}: saved every {count(config.checkpoint.every, 'step')}"
+    return f"{saved}, evaluated every {config.eval.every:,} on {text}"
 
 
 class TrainingProgress(Track):

@@ -43,9 +43,9 @@ def skip(run: Run, reason: str) -> JsonDict:
         often = "" if halts else f", after {n_before} bad steps in a row"
         remedy = f"lower optim.max_lr={config.optim.max_lr:g}, or see runtime.on_nonfinite"
         remedy += ", and start again"
-        look = f"scripts/inspect_dataset.py run_dir={config.run_dir} step={step} shows what it read"
+        hint = f"scripts/inspect_dataset.py run_dir={config.run_dir} step={step} shows what it read"
         raise UserError(
-            f"step {step}: {reason}{often}; the weights are unchanged: {remedy}; {look}"
+            f"step {step}: {reason}{often}; the weights are unchanged: {remedy}; {hint}"
         )
     warn(f"skipping step {step}: {reason}")
     run.update(step=step, skipped_steps={**run.state.skipped_steps, step: reason})

@@ -117,8 +117,9 @@ class TrainConfig(FixedSettings, defaults="train"):
                 f"seq_len={self.seq_len} is longer than {positions}: "
                 "use at most that, or set model.position.max_len"
             )
-        if (self.runtime.sequence_chunk or self.seq_len) < self.seq_len:
-            self.model.check_constant_state(f"runtime.sequence_chunk={self.runtime.sequence_chunk}")
+        chunk = self.runtime.sequence_chunk
+        if chunk is not None and chunk < self.seq_len:
+            self.model.check_constant_state(f"runtime.sequence_chunk={chunk}")
         for layer in self.model.layers:
             if isinstance(layer, LongformerConfig) and layer.n_global > self.seq_len:
                 raise ValueError(

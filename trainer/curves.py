@@ -14,7 +14,8 @@ from common.files import write_or_warn
 from common.numbers import ceil_div
 from common.settings import JsonDict
 
-_EACH = "C5"
+# Colours: of each step's loss, of their means, and of validation.
+_STEP = "C5"
 _MEAN = "C0"
 _VAL = "C1"
 _MOST_DOTS = 60
@@ -113,7 +114,7 @@ def _picture(curves: RunCurves, name: str, suffix: str) -> bytes:
     if bins:
         highs = [bin.high for bin in bins]
         axes.fill_between(
-            tokens, lows, highs, color=_EACH, alpha=0.5, linewidth=0.8, label="training, every step"
+            tokens, lows, highs, color=_STEP, alpha=0.5, linewidth=0.8, label="training, every step"
         )
         axes.plot(
             tokens,
@@ -139,7 +140,7 @@ def _picture(curves: RunCurves, name: str, suffix: str) -> bytes:
 
 
 def set_limits(axes: Axes, points: Sequence[tuple[int, float]], lows: Sequence[float] = ()) -> None:
-    """Show all losses of (tokens, loss), and `lows`, but those of the first fall."""
+    """Show all losses of points (tokens, loss), and `lows`; those of the first fall may not fit."""
     if not points:
         return
     first_fall = 0.05 * max(points)[0]

@@ -40,8 +40,8 @@ def open_source(
             remedy = "a chat model goes on with data=chat"
         raise UserError(f"{what}, and the dataset has {_described(tokenizer)}: {remedy}")
     model = source.state.model
-    ours = config.model_dump(mode="json")
-    theirs = model.model_dump(mode="json")
+    run_settings = config.model_dump(mode="json")
+    source_settings = model.model_dump(mode="json")
     if tokenizer.n_vocab > trained.n_vocab:
         if tokenizer.n_vocab > model.n_vocab_padded and config.pad_vocab == model.pad_vocab:
             raise UserError(
@@ -50,8 +50,8 @@ def open_source(
                 f"add rows by model.pad_vocab={max(64, 2 * model.pad_vocab)}"
             )
         if config.n_vocab_padded >= model.n_vocab_padded:
-            theirs |= {key: ours[key] for key in ("n_vocab", "pad_vocab")}
-    changed = differences({"model": ours}, {"model": theirs})
+            source_settings |= {key: run_settings[key] for key in ("n_vocab", "pad_vocab")}
+    changed = differences({"model": run_settings}, {"model": source_settings})
     if changed:
         listed = ", ".join(changes_of(changed, "here:"))
         raise UserError(
@@ -96,7 +96,9 @@ def _extended(table: Tensor, n_trained: int, n_ids: int, n_rows: int) -> Tensor:
     logits are the mean of all logits (Hewitt 2021,
     https://nlp.stanford.edu/~johnhew/vocab-expansion.html). Rows that pad the table stay.
     """
-    known = table[:n_trained]
-    rest = table[n_ids:]
-    new = known.mean(0, keepdim=True).expand(n_rows - n_trained - len(rest), -1)
-    return torch.cat([known, new[: n_ids - n_trained], rest, new[n_ids - n_trained :]])
+    trained = table[:n_trained]
+    padding = table[n_ids:]
+    n_new_ids = n_ids - n_trained
+    mean = trained.mean(0, keepdim=True)
+    new = mean.expand(n_rows - n_trained - len(padding), -1)
+    return torch.cat([trained, new[:n_new_ids], padding, new[n_new_ids:]])

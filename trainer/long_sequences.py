@@ -49,7 +49,7 @@ def backward_in_chunks(
     targets_of_chunks = targets.split(runtime.sequence_chunk, dim=1)
     states = states_before(summed_loss, ids_of_chunks, runtime)
     total = torch.zeros((), dtype=torch.float64, device=token_ids.device)
-    gradients: list[Tensor | None] | None = None  # of the state after the chunk; None: the last one
+    gradients: list[Tensor | None] | None = None  # of the state after the chunk; last chunk: None
     for number in reversed(range(len(ids_of_chunks))):
         state = tree_map_only(Tensor, _leaf, states.pop())
         with world.sync_gradients(summed_loss, now=sync and number == 0):
@@ -91,10 +91,10 @@ def _floats(state: Any) -> list[Tensor]:
 
 
 def share_sequences(group: SequenceGroup) -> Callable[..., Any]:
-    """Return the `call_layer` of GPT.features with which a process takes each module's state from
-    the process before, and passes it to the next.
+    """Return the `call_layer` of GPT.features for processes that share sequences.
 
-    Only where gradients are computed: in evaluation, every process computes whole sequences.
+    Each process takes a module's state from the process before it, and passes it to the next. It
+    does so only where gradients are computed: in evaluation, a process computes whole sequences.
     """
     return partial(_call_in_group, group)
 

@@ -210,7 +210,7 @@ def _speed(run: Run, seconds: float) -> dict[str, float | None]:
 
 
 def _is_due(run: Run, every: int) -> bool:
-    """Whether what happens every `every` steps, and at the end of the schedule, is due."""
+    """Whether something is due that happens every `every` steps and at the schedule's end."""
     return run.state.step % every == 0 or run.state.step == run.config.max_steps
 
 
@@ -269,8 +269,8 @@ def _say_stopped(run: Run, signals: StopSignals) -> None:
     reason = "another process was asked to stop"
     if signals.received is not None:
         reason = f"stopped by {signals.received.name}"
-    done = f"step {run.state.step:,} of {run.config.max_steps:,}"
-    say(f"{reason}: {done} is saved, and the same command resumes from it")
+    progress = f"step {run.state.step:,} of {run.config.max_steps:,}"
+    say(f"{reason}: {progress} is saved, and the same command resumes from it")
 
 
 def _say_done(run: Run) -> None:
@@ -279,9 +279,9 @@ def _say_done(run: Run) -> None:
     if run.state.best_val_loss is not None:
         loss = f"{run.state.best_val_loss:.4f}, at step {run.state.best_step}"
         lowest = f"; lowest validation loss {loss}"
-    done = f"step {run.state.step:,} of {config.max_steps:,}"
+    progress = f"step {run.state.step:,} of {config.max_steps:,}"
     picture = ", with loss.png" if (config.run_dir / "loss.png").exists() else ""
-    say(f"{done} saved in {config.run_dir}{picture}{lowest}")
+    say(f"{progress} saved in {config.run_dir}{picture}{lowest}")
     options: JsonDict = {"checkpoint": str(config.run_dir)}
     if config.data.loss == "answers":
         options["interactive"] = True

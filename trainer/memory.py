@@ -75,23 +75,25 @@ def step_memory(
     linear = _linear(gpt)
     if not gpt.config.tied:
         linear = linear[:-1]  # without the output layer, whose logits come in chunks
-    linear_of_blocks = [_linear(block) for block in gpt.blocks]
-    n_cast = sum(layer.weight.numel() for layer in linear)
+    n_cast = sum(
+        layer.weight.numel() for layer in linear
+    )  # weights that are copied in the dtype of products
     local_weights = weights
     gradients = 2 * weights if n_device > 1 and accumulated else weights
     gathered = 0
     if fsdp:
-        n_cast -= sum(layer.weight.numel() for layers in linear_of_blocks for layer in layers)
-        n_params = [sum(p.numel() for p in block.parameters()) for block in gpt.blocks]
-        root = weights - sum(n_params) * wide
+        n_cast -= sum(layer.weight.numel() for layer in _linear(gpt.blocks))
+        block_params = [sum(p.numel() for p in block.parameters()) for block in gpt.blocks]
+        largest_block = max(block_params)
+        root = weights - sum(block_params) * wide
         local_weights = ceil_div(weights, n_device)
         gradients = local_weights
-        gathered = root + 2 * max(n_params) * narrow
+        gathered = root + 2 * largest_block * narrow
         if accumulated:
             gradients += weights
-            gathered += max(n_params) * wide
+            gathered += largest_block * wide
         else:
-            gathered += root + 2 * max(n_params) * wide
+            gathered += root + 2 * largest_block * wide
 
     seq_len = min(seq_len, runtime.sequence_chunk or seq_len)
     V, D = gpt.embed.weight.shape
@@ -102,27 +104,27 @@ def step_memory(
         weight_bytes += n_cast * narrow
         weight_copy = V * D * narrow
 
-    most = linear_cross_entropy.CHUNK[runtime.device.type] // narrow
-    logits = V * min(n_tokens, max(1, most // V))
-    most_in_float32 = most // linear_cross_entropy.ROW_CHUNKS[runtime.device.type]
+    most_logits = linear_cross_entropy.CHUNK[runtime.device.type] // narrow
+    logits = V * min(n_tokens, max(1, most_logits // V))
+    most_in_float32 = most_logits // linear_cross_entropy.ROW_CHUNKS[runtime.device.type]
     in_float32 = 3 * min(logits, most_in_float32) * wide
     # The weight, and its gradient, in the type of products.
     loss = logits * narrow + weight_copy + max(weight_copy, in_float32)
     # Gradients, input and product.
-    layer: float = D * wide + max(layer.out_features for layer in linear) * narrow
-    outside, kept = kept_per_token(gpt.config, seq_len, runtime.dtype)
+    layer_bytes: float = D * wide + max(layer.out_features for layer in linear) * narrow
+    outside, in_blocks = kept_per_token(gpt.config, seq_len, runtime.dtype)
     if recompute != "none":
-        layer += max(kept)
-        kept = [float(D * wide) for _ in kept]
+        layer_bytes += max(in_blocks)
+        in_blocks = [float(D * wide) for _ in in_blocks]
     if recompute == "selective":
-        for number, layers in enumerate(linear_of_blocks):
-            kept[number] += sum(layer.out_features for layer in layers) * narrow
+        for number, block in enumerate(gpt.blocks):
+            in_blocks[number] += sum(layer.out_features for layer in _linear(block)) * narrow
     return Memory(
         weights=local_weights,
         gradients=gradients,
         optimizer=round(means * local_weights),
-        activations=round(n_tokens * (outside + sum(kept))) + weight_bytes,
-        working=gathered + max(loss, round(n_tokens * layer)),
+        activations=round(n_tokens * (outside + sum(in_blocks))) + weight_bytes,
+        working=gathered + max(loss, round(n_tokens * layer_bytes)),
     )
 
 
@@ -152,7 +154,7 @@ def kept_per_token(
 ) -> tuple[float, list[float]]:
     """Bytes that a forward pass keeps for each token outside of blocks, and in each block.
 
-    What a block keeps includes its input. They are measured in models with one layer of each kind.
+    The input of a block belongs to it. Both are measured in models with one layer of each kind.
     """
 
     def measured(*layers: AttentionConfig, recompute: Recompute = "none") -> float:
@@ -165,10 +167,10 @@ def kept_per_token(
     first = measured(layers[0])
     input_bytes = config.n_embd * Runtime(torch.device("cpu"), dtype).param_dtype.itemsize
     outside = measured(layers[0], recompute="block") - input_bytes
-    kept = [first - outside]
+    in_blocks = [first - outside]
     for layer in layers[1:]:
-        kept.append(measured(layers[0], layer) - first)
-    return outside, kept
+        in_blocks.append(measured(layers[0], layer) - first)
+    return outside, in_blocks
 
 
 def _without_kernel(layer: AttentionConfig) -> AttentionConfig:

@@ -118,13 +118,12 @@ OptimConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="name")]
 
 def block_matrices(gpt: GPT) -> Iterator[nn.Linear]:
     """Yield the linear layers of blocks, except those of forget gates."""
-    for block in gpt.blocks:
-        of_gates = {
-            m for decay in block.modules() if isinstance(decay, Decay) for m in decay.modules()
-        }
-        for module in block.modules():
-            if isinstance(module, nn.Linear) and module not in of_gates:
-                yield module
+    gate_modules: set[nn.Module] = set()
+    for module in gpt.blocks.modules():
+        if isinstance(module, Decay):
+            gate_modules.update(module.modules())
+        if isinstance(module, nn.Linear) and module not in gate_modules:
+            yield module
 
 
 class Muon(torch.optim.Optimizer):
@@ -179,14 +178,14 @@ class Muon(torch.optim.Optimizer):
         means = [self.state[p]["mean"] for p in weights]
         grads = [p.grad for p in weights if p.grad is not None]
         torch._foreach_lerp_(means, grads, 1 - group["momentum"])
-        ahead = torch.stack(grads)  # (n, rows, columns)
-        torch._foreach_lerp_(ahead.unbind(), means, group["momentum"])  # Nesterov's momentum
-        ahead = world.unshard(ahead)
+        lookahead = torch.stack(grads)  # (n, rows, columns)
+        torch._foreach_lerp_(lookahead.unbind(), means, group["momentum"])  # Nesterov's momentum
+        lookahead = world.unshard(lookahead)
         share = ceil_div(len(weights), world.size)
-        here = ahead[share * world.rank :][:share]
-        updates_here = ahead.new_zeros(share, *ahead.shape[1:])  # as many in every process
-        updates_here[: len(here)] = self._updates_of(weights[0], here)
-        gathered = torch.cat(world.gather(updates_here))[: len(weights)]
+        local = lookahead[share * world.rank :][:share]
+        local_updates = lookahead.new_zeros(share, *lookahead.shape[1:])  # as many everywhere
+        local_updates[: len(local)] = self._updates_of(weights[0], local)
+        gathered = torch.cat(world.gather(local_updates))[: len(weights)]
         updates = [world.shard_like(x, p) for x, p in zip(gathered, weights, strict=True)]
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_sub_(weights, updates, alpha=group["lr"])
@@ -224,13 +223,17 @@ def orthogonal(x: Tensor, dtype: torch.dtype) -> Tensor:
     By five steps of Newton-Schulz iteration with the polynomial of Jordan et al. 2024, in `dtype`:
     bfloat16 is enough.
     """
+    is_tall = x.shape[1] > x.shape[2]
     y = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(dtype)
-    y = y.mT if x.shape[1] > x.shape[2] else y
+    if is_tall:
+        y = y.mT
     for _ in range(5):
         square = y @ y.mT
         polynomial = torch.baddbmm(square, square, square, beta=-4.7750, alpha=2.0315)
         y = torch.baddbmm(y, polynomial, y, beta=3.4445)
-    return (y.mT if x.shape[1] > x.shape[2] else y).to(x.dtype)
+    if is_tall:
+        y = y.mT
+    return y.to(x.dtype)
 
 
 def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -128,7 +128,8 @@ def _say_changes(path: Path, config: JsonDict, environment: JsonDict) -> None:
     to_say = {}
     for key, values in changes.items():
         # Of two schedules, say the name, and what both of them have.
-        if key.endswith(".name") or not key.startswith(renamed) or None not in values:
+        is_of_one_schedule = key.startswith(renamed) and None in values
+        if key.endswith(".name") or not is_of_one_schedule:
             to_say[key] = values
     for line in changes_of(to_say, "was"):
         say(f"changed: {line}")

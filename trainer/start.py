@@ -160,7 +160,9 @@ def open_data(
     rows = open_rows(train, config.seq_len)
     config = config.for_rows(len(rows))
     batches = TrainBatches(rows, config.batch_size, config.seed)
-    n_windows = config.eval.batches and config.eval.batches * config.batch_size
+    n_windows = None
+    if config.eval.batches is not None:
+        n_windows = config.eval.batches * config.batch_size
     windows = eval_batches(val, config.seq_len, n_windows)
     return config, manifest, tokenizer, batches, windows
 
@@ -252,9 +254,10 @@ def prove(run: Run) -> None:
         "documents": gpt.eot_id is not None,
     }
     proofs = Proofs(gpt, run.runtime.dtype)
-    known = world.exchange(proofs.read(options))
-    if known[0] is not None and all(form == known[0] for form in known):
-        use(gpt, Form(*known[0]))
+    proved_forms = world.exchange(proofs.read(options))
+    first_form = proved_forms[0]
+    if first_form is not None and all(form == first_form for form in proved_forms):
+        use(gpt, Form(*first_form))
         return
     first = run.group.index * config.batch_size // run.group.count
     batch = run.batches.batch(run.state.step, first, first + run.micro_batch)
@@ -270,7 +273,8 @@ def prove(run: Run) -> None:
         if world.is_main:
             n_layer = max(2, len(config.model.attention_pattern or []))
             small = GPT(config.model.model_copy(update={"n_layer": n_layer}), gpt.eot_id)
-            small.to(world.device).recompute = config.runtime.recompute
+            small.to(world.device)
+            small.recompute = config.runtime.recompute
             alone = World(world.device)
             proved = prove_gradients(
                 small, token_ids, targets, run.runtime, alone, options["compile"]

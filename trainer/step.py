@@ -100,8 +100,8 @@ def train_step(
             each micro-batch.
 
     Returns:
-        None if this process is alone and was asked to stop before its last micro-batch: the weights
-        are unchanged.
+        None if this process is alone and was asked to stop before its last micro-batch. The weights
+        are then unchanged.
     """
     world = world or World(runtime.device)
     params = list(summed_loss.parameters())
@@ -160,7 +160,8 @@ def accumulate_gradients(
             return None
         token_ids = token_ids.to(world.device, non_blocking=True)
         targets = targets.to(world.device, non_blocking=True)
-        is_long = token_ids.shape[1] > (runtime.sequence_chunk or token_ids.shape[1])
+        chunk = runtime.sequence_chunk
+        is_long = chunk is not None and token_ids.shape[1] > chunk
         backward = backward_in_chunks if is_long else backward_whole
         sync_now = sync and number == len(micro_batches)
         total += backward(summed_loss, token_ids, targets, runtime, world, scale, sync_now)

@@ -145,7 +145,8 @@ def prepare(config: PrepareConfig) -> Manifest:
     prepared = config.recorded()
     if (out_dir / MANIFEST).exists():
         return _existing(config, prepared, folder)
-    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+    is_empty_folder = out_dir.is_dir() and not any(out_dir.iterdir())
+    if out_dir.exists() and not is_empty_folder:
         raise UserError(f"out_dir={out_dir} exists and is not a dataset: choose another folder")
     tokenizer = config.open_tokenizer()
     plan = Plan(prepared=prepared, tokenizer=tokenizer.id)
@@ -186,7 +187,8 @@ def _write(config: PrepareConfig, plan: Plan, folder: Path) -> Manifest:
     if not is_whole(spans):
         sizes = plan.prepared["input"].values()
         with _Reading("reading, bytes", None if None in sizes else sum(sizes)) as track:
-            items = _read(config, plan, folder, spans[-1].last if spans else None, track)
+            after = spans[-1].last if spans else None
+            items = _read(config, plan, folder, after, track)
             with contextlib.closing(items):
                 spans = write_spans(folder, plan, spans, items)
     return finish(folder, plan, spans, config.out_dir)
@@ -197,7 +199,7 @@ class _Reading(Track):
 
     items = 0
 
-    def seen(self, n_bytes: int) -> None:
+    def count_bytes(self, n_bytes: int) -> None:
         """Count bytes of the input."""
         self.done += n_bytes
 
@@ -218,7 +220,7 @@ def _read(
     source = config.data
     if isinstance(source, TokenSource):
         source = source.ended_by(plan.tokenizer.eot_id)
-    raws = source.documents(track.seen, after)
+    raws = source.documents(track.count_bytes, after)
     workers = config.workers or os.cpu_count() or 1
     is_first = after is None
     first_skipped: list[Skipped] = []

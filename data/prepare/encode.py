@@ -61,7 +61,8 @@ Item = Encoded | Skipped
 
 def document_place(utf8: bytes) -> float:
     """Return the place of a text among all texts, from 0 to 1: a hash."""
-    return int.from_bytes(hashlib.blake2b(utf8, digest_size=16).digest()[:8], "little") / 2**64
+    digest = hashlib.blake2b(utf8, digest_size=16).digest()
+    return int.from_bytes(digest[:8], "little") / 2**64
 
 
 def encode_all(
@@ -87,7 +88,8 @@ def encode_all(
             is_ids = isinstance(batch[0].content, np.ndarray)  # sending takes longer than checking
             is_early = workers == 1 or number < _BATCHES_WORTH_WORKERS
             in_this_process = is_ids or is_early or batch[0].size > LONG
-            while pending and (in_this_process or len(pending) >= 2 * workers):
+            most_pending = 0 if in_this_process else 2 * workers - 1
+            while len(pending) > most_pending:
                 yield pending.popleft().result()
             if in_this_process:
                 yield _encode(source, tokenizer, batch)
@@ -110,7 +112,8 @@ def _batches(raws: Iterator[Raw]) -> Iterator[list[Raw]]:
     size = 0
     for raw in raws:
         is_full = size >= _BATCH_CHARACTERS or len(batch) >= _BATCH_ITEMS
-        if batch and (is_full or raw.size > LONG):
+        ends_batch = is_full or raw.size > LONG
+        if batch and ends_batch:
             yield batch
             batch = []
             size = 0

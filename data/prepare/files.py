@@ -155,14 +155,14 @@ def some_of(items: list[str]) -> str:
     return ", ".join(items)
 
 
-def read_lines(path: Path, seen: CountBytes) -> Iterator[bytes | bytearray | None]:
+def read_lines(path: Path, count_bytes: CountBytes) -> Iterator[bytes | bytearray | None]:
     r"""Yield the lines of a file that `read_bytes` reads, without b"\n".
 
     Nothing else ends a line, not U+2028 or "\r". A line of more than LONGEST_LINE bytes is skipped:
     None. Errors are those of `read_bytes`.
     """
     line: bytearray | None = bytearray()  # the next chunk continues it; None: it is too long
-    for chunk in read_bytes(path, seen):
+    for chunk in read_bytes(path, count_bytes):
         first, *rest = chunk.split(b"\n")
         if line is not None:
             line += first
@@ -190,7 +190,7 @@ def parse_line(line: bytes | bytearray) -> Any:
         raise Unreadable(NOT_JSON) from None
 
 
-def read_text(path: Path, seen: CountBytes) -> Iterator[str]:
+def read_text(path: Path, count_bytes: CountBytes) -> Iterator[str]:
     """Yield the text of a file in chunks of bounded size.
 
     Raises:
@@ -200,7 +200,7 @@ def read_text(path: Path, seen: CountBytes) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     line = 1
     try:
-        for content in read_bytes(path, seen):
+        for content in read_bytes(path, count_bytes):
             text = decoder.decode(content)
             yield text
             line += text.count("\n")
@@ -210,7 +210,7 @@ def read_text(path: Path, seen: CountBytes) -> Iterator[str]:
         raise Unreadable(reason, line + error.object.count(b"\n", 0, error.start)) from None
 
 
-def read_bytes(path: Path, seen: CountBytes) -> Iterator[bytes]:
+def read_bytes(path: Path, count_bytes: CountBytes) -> Iterator[bytes]:
     """Yield the content of a file in chunks of bounded size, decompressed as its suffix says.
 
     A byte order mark of UTF-8 is left out.
@@ -219,7 +219,7 @@ def read_bytes(path: Path, seen: CountBytes) -> Iterator[bytes]:
         OSError: the file cannot be read.
         Unreadable: its beginning is not text, or the archive is damaged, after its whole chunks.
     """
-    chunks = _content(path, seen)
+    chunks = _content(path, count_bytes)
     first = next(chunks, b"").removeprefix(codecs.BOM_UTF8)
     start = first[:512]
     if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
@@ -234,8 +234,8 @@ def _n_controls(content: bytes) -> int:
     return len(content) - len(content.translate(None, _CONTROLS))
 
 
-def _content(path: Path, seen: CountBytes) -> Iterator[bytes]:
-    read = partial(_file_chunks, path, seen)
+def _content(path: Path, count_bytes: CountBytes) -> Iterator[bytes]:
+    read = partial(_file_chunks, path, count_bytes)
     suffix = path.suffix.lower()
     if suffix == ".zst":
         from zstandard import ZstdDecompressor, ZstdError
@@ -248,10 +248,10 @@ def _content(path: Path, seen: CountBytes) -> Iterator[bytes]:
     return read(_READ_BYTES)
 
 
-def _file_chunks(path: Path, seen: CountBytes, n_bytes: int) -> Iterator[bytes]:
+def _file_chunks(path: Path, count_bytes: CountBytes, n_bytes: int) -> Iterator[bytes]:
     with open_file(path.resolve()) as file:  # a data file may be a link
         while chunk := file.read(n_bytes):
-            seen(len(chunk))
+            count_bytes(len(chunk))
             yield chunk
 
 

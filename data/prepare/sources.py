@@ -17,7 +17,7 @@ import numpy as np
 from common.console import say
 from common.settings import JsonDict, PathText, Settings, UserError
 from data.chat import parse_message
-from data.prepare.files import COMPRESSED, matches, parse_line, read_lines, read_text, some_of
+from data.prepare.files import matches, parse_line, read_lines, read_text, some_of
 from data.prepare.items import (
     ARRAY,
     LONG_LINE,
@@ -34,12 +34,8 @@ from data.prepare.items import (
 _DATASET_FILE = re.compile(
     r"\.(parquet|arrow|csv|json)l?((?<=csv)\.(gz|bz2|xz|zst))?$", re.IGNORECASE
 )
-JSON_LINES = tuple(
-    lines + packed for lines in (".jsonl", ".ndjson") for packed in ("", *COMPRESSED)
-)
-
-
-_JSON = tuple(f".json{packed}" for packed in ("", *COMPRESSED))
+JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst")
+_JSON = (".json", ".json.gz", ".json.zst")
 
 
 class Source(Settings):
@@ -91,7 +87,7 @@ class FileSource(Source):
         """Return the file with a name in `inputs`."""
         raise NotImplementedError
 
-    def read(self, path: Path, seen: CountBytes) -> Iterator[Any]:
+    def read(self, path: Path, count_bytes: CountBytes) -> Iterator[Any]:
         """Yield the contents of the numbered items of a file, such as its lines.
 
         None for a number without an item, such as a blank line. Here the whole text is the only
@@ -100,11 +96,11 @@ class FileSource(Source):
         Raises:
             OSError, Unreadable: the file cannot be read any further.
         """
-        yield "".join(read_text(path, seen))
+        yield "".join(read_text(path, count_bytes))
 
     def documents(
         self,
-        seen: CountBytes = lambda _: None,
+        count_bytes: CountBytes = lambda _: None,
         after: Position | None = None,
     ) -> Iterator[Raw]:
         """Yield the items of all inputs in order, or those after a position.
@@ -114,14 +110,16 @@ class FileSource(Source):
         """
         names = list(self.inputs())
         start = names.index(after.input) if after else 0
-        seen(sum(_size(self.path_of(name)) for name in names[:start]))
+        count_bytes(sum(_size(self.path_of(name)) for name in names[:start]))
         for name in names[start:]:
-            done = after.number if after and name == after.input else 0
-            for raw in self._items(name, self.path_of(name), seen):
-                if raw.position.number > done:
+            last_number = 0
+            if after and name == after.input:
+                last_number = after.number
+            for raw in self._items(name, self.path_of(name), count_bytes):
+                if raw.position.number > last_number:
                     yield raw
 
-    def _items(self, name: str, path: Path, seen: CountBytes) -> Iterator[Raw]:
+    def _items(self, name: str, path: Path, count_bytes: CountBytes) -> Iterator[Raw]:
         """Yield the items of one file; of a damaged one, those before the damage."""
         number = 0
         try:
@@ -129,7 +127,7 @@ class FileSource(Source):
                 raise Unreadable("unreadable folder")
             if os.path.lexists(path) and not os.path.isfile(path):
                 raise Unreadable("not a regular file")
-            for number, content in enumerate(self.read(path, seen), start=1):
+            for number, content in enumerate(self.read(path, count_bytes), start=1):
                 if content is not None:
                     size = 0 if isinstance(content, Unreadable) else len(content)
                     yield Raw(Position(name, number), content, size)
@@ -175,7 +173,8 @@ def _as_openai(message: Any) -> Any:
     if not isinstance(message, dict) or "from" not in message:
         return message
     role = message["from"]
-    role = _SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
+    if isinstance(role, str):
+        role = _SHAREGPT_ROLES.get(role, role)
     return {**message, "role": role, "content": message.get("value")}
 
 
@@ -284,9 +283,9 @@ class LineFiles(NamedFiles):
     The set is `meta.pile_set_name` where there is one, else `name`.
     """
 
-    def read(self, path: Path, seen: CountBytes) -> Iterator[Any]:
+    def read(self, path: Path, count_bytes: CountBytes) -> Iterator[Any]:
         """Yield the lines of a file of JSON lines; a blank line is not a document."""
-        for number, line in enumerate(read_lines(path, seen)):
+        for number, line in enumerate(read_lines(path, count_bytes)):
             if line is None:
                 yield Unreadable(LONG_LINE)
                 continue
@@ -307,14 +306,14 @@ class TextSource(LineFiles, defaults="data/text"):
 
     name: Literal["text"]
 
-    def read(self, path: Path, seen: CountBytes) -> Iterator[Any]:
+    def read(self, path: Path, count_bytes: CountBytes) -> Iterator[Any]:
         """Yield the file as one document, or a long one as several, to be split by their hashes."""
         if path.name.lower().endswith((*JSON_LINES, *_JSON)):
-            yield from super().read(path, seen)
+            yield from super().read(path, count_bytes)
             return
         for _ in read_text(path, lambda _: None):
             pass  # an error refuses the whole file
-        yield from passages(read_text(path, seen))
+        yield from passages(read_text(path, count_bytes))
 
 
 class JsonlSource(LineFiles, defaults="data/jsonl"):
@@ -338,15 +337,15 @@ class ChatSource(LineFiles, defaults="data/chat"):
         """Always."""
         return True
 
-    def read(self, path: Path, seen: CountBytes) -> Iterator[Any]:
+    def read(self, path: Path, count_bytes: CountBytes) -> Iterator[Any]:
         """Yield the lines of a file, or the items of the array that it is."""
         lines = read_lines(path, lambda _: None)
         head = next((line for line in lines if line is None or line.strip()), None)
         if not _begins_array(head):
-            yield from super().read(path, seen)
+            yield from super().read(path, count_bytes)
             return
         array = bytearray()
-        for line in read_lines(path, seen):
+        for line in read_lines(path, count_bytes):
             if line is None:
                 raise Unreadable(LONG_LINE)
             array += line + b"\n"
@@ -433,7 +432,7 @@ class HubSource(Source, defaults="data/hf"):
 
     def documents(
         self,
-        seen: CountBytes = lambda _: None,
+        count_bytes: CountBytes = lambda _: None,
         after: Position | None = None,
     ) -> Iterator[Raw]:
         """Stream the split.
@@ -586,12 +585,15 @@ def _set_of(fields: JsonDict, source: LineFiles | HubSource) -> str:
 def _messages(record: JsonDict, text_field: str) -> Any:
     """Return the messages of a record; None if it has none of the known shapes.
 
-    The key `text_field`, messages or conversations holds them, of OpenAI's or ShareGPT's keys; or
-    there are a prompt and its completion, which may be lists of messages; or Alpaca's instruction,
-    input and output.
+    The known shapes:
+    A list of messages by OpenAI or ShareGPT, under the key `text_field`, messages or conversations.
+    A prompt and its completion, which may be lists of messages.
+    Alpaca's instruction, input and output.
     """
     system = record.get("system")
-    before = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
+    before = []
+    if isinstance(system, str) and system:
+        before = [{"role": "system", "content": system}]
     for key in (text_field, "messages", "conversations"):
         messages = record.get(key)
         if isinstance(messages, list) and key not in ("completion", "output"):
@@ -601,9 +603,9 @@ def _messages(record: JsonDict, text_field: str) -> Any:
     if answer is None:
         question = record.get("instruction")
         answer = record.get("output")
-        more = record.get("input")
-        if isinstance(question, str) and isinstance(more, str) and more:
-            question = f"{question}\n\n{more}" if question else more
+        details = record.get("input")
+        if isinstance(question, str) and isinstance(details, str) and details:
+            question = f"{question}\n\n{details}" if question else details
     if isinstance(question, list) and isinstance(answer, list):
         return before + question + answer
     if not isinstance(question, str) or not isinstance(answer, str):

@@ -48,15 +48,15 @@ class TokenSource(NamedFiles, defaults="data/tokens"):
         source._eot_id = eot_id
         return source
 
-    def read(self, path: Path, seen: CountBytes) -> Iterator[Any]:
+    def read(self, path: Path, count_bytes: CountBytes) -> Iterator[Any]:
         """Yield documents."""
         if path.suffix.lower() == ".npy":
             for row in np.atleast_2d(_numpy_array(path)):
-                yield from self._documents(row, seen)
+                yield from self._documents(row, count_bytes)
         else:
-            yield from self._documents(_shard(path, self.dtype), seen)
+            yield from self._documents(_shard(path, self.dtype), count_bytes)
 
-    def _documents(self, ids: np.ndarray, seen: CountBytes) -> Iterator[np.ndarray]:
+    def _documents(self, ids: np.ndarray, count_bytes: CountBytes) -> Iterator[np.ndarray]:
         """Cut ids (N,) after each end of text. Joined, the documents are the ids."""
         start = 0
         while start < ids.size:
@@ -68,7 +68,7 @@ class TokenSource(NamedFiles, defaults="data/tokens"):
             n_ids = int(ends[-1])
             yield from np.split(chunk[:n_ids], ends[:-1])
             start += n_ids
-            seen(n_ids * ids.itemsize)
+            count_bytes(n_ids * ids.itemsize)
 
 
 def _numpy_array(path: Path) -> np.ndarray:
@@ -88,6 +88,7 @@ def _shard(path: Path, dtype: str | None) -> np.ndarray:
         raise Unreadable("neither .bin nor .npy")
     size = path.stat().st_size
     start = 0
+    # Zeros stand for what a shorter file does not have.
     magic, version, n_ids = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
     if magic in _MAGICS:
         if (magic, version) not in _FORMATS:

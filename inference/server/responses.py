@@ -86,13 +86,13 @@ class CompletionResponse:
             "prompt_tokens_details": {"cached_tokens": n_cached},
         }
 
-    def _choice(self, index: int, new: Generation | Update) -> JsonDict:
+    def _choice(self, index: int, part: Generation | Update) -> JsonDict:
         n_top = self.generations[index].request.n_top
-        logprobs = None if n_top is None else self._logprobs(new.tokens, n_top)
-        reason = "stop" if new.finish_reason == "end_of_text" else new.finish_reason
+        logprobs = None if n_top is None else self._logprobs(part.tokens, n_top)
+        reason = "stop" if part.finish_reason == "end_of_text" else part.finish_reason
         return {
             "index": index,
-            **self._content(new.text),
+            **self._content(part.text),
             "logprobs": logprobs,
             "finish_reason": reason,
         }
@@ -101,13 +101,14 @@ class CompletionResponse:
         return {"text": text}
 
     def _logprobs(self, tokens: Sequence[Token], n_top: int) -> dict[str, list[Any]]:
+        likeliest = []
+        for token in tokens:
+            named = {self._name(token_id): logprob for token_id, logprob in token.top.items()}
+            likeliest.append(named or None)
         return {
             "tokens": [self._name(token.id) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [
-                {self._name(token_id): logprob for token_id, logprob in token.top.items()} or None
-                for token in tokens
-            ],
+            "top_logprobs": likeliest,
             "text_offset": [token.offset for token in tokens],
         }
 

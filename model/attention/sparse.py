@@ -160,7 +160,8 @@ class SparseAttention(MultiHeadAttention):
         if starts is not None:
             return document_attention(q, k, v, self.patterns, starts), None
         y = sparse_attention(q, k, v, self.patterns)
-        return y, SparseCache.of(k, v, self.patterns) if return_state else None
+        after = SparseCache.of(k, v, self.patterns) if return_state else None
+        return y, after
 
     def empty(self, B: int, device: torch.device) -> SparseCache:
         dtype = self.qkv.weight.dtype
@@ -181,11 +182,11 @@ class SparseAttention(MultiHeadAttention):
             mask = mask & same.unsqueeze(1)
             after = after.forget(of_keys != document[:, -1:])
         if q.shape[2] == 1:
-            seen = mask.flatten(0, 2).any(0).nonzero().squeeze(1)
-            if 0 < 2 * len(seen) < k.shape[2]:  # copying these keys costs less than reading all
-                k = k.index_select(2, seen)
-                v = v.index_select(2, seen)
-                mask = mask.index_select(3, seen)
+            visible = mask.flatten(0, 2).any(0).nonzero().squeeze(1)
+            if 0 < 2 * len(visible) < k.shape[2]:  # copying these keys costs less than reading all
+                k = k.index_select(2, visible)
+                v = v.index_select(2, visible)
+                mask = mask.index_select(3, visible)
         gqa = k.shape[1] < q.shape[1]
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa), after
 

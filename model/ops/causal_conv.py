@@ -22,7 +22,7 @@ def init_conv(weight: Tensor, n_features: int) -> None:
 
 
 def causal_conv(
-    x: Tensor, weight: Tensor | None, seen: Tensor | None = None, starts: Tensor | None = None
+    x: Tensor, weight: Tensor | None, inputs: Tensor | None = None, starts: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """y_t = sum_i weight_i x_(t - W + 1 + i), elementwise.
 
@@ -30,7 +30,7 @@ def causal_conv(
         x: (B, T, D).
         weight: (W * D,), W rows of D: the last row applies to the token itself. None: y is x, and
             no inputs are kept.
-        seen: (B, W - 1, D), the inputs before x; None is zeros.
+        inputs: (B, W - 1, D), the inputs before x; None is zeros.
         starts: (B, T), bool: these tokens and later ones read zeros in place of the inputs before
             them.
 
@@ -43,7 +43,7 @@ def causal_conv(
     weight = weight.view(-1, x.shape[2]).to(x.dtype)
     W = len(weight)
     T = x.shape[1]
-    before = x.new_zeros(len(x), W - 1, x.shape[2]) if seen is None else seen.to(x.dtype)
+    before = x.new_zeros(len(x), W - 1, x.shape[2]) if inputs is None else inputs.to(x.dtype)
     padded = torch.cat([before, x], dim=1)  # (B, W - 1 + T, D)
     after = padded[:, T:].clone()  # a view would keep all inputs in memory
     document = None
@@ -65,5 +65,5 @@ def causal_conv(
 
 
 def no_inputs(weight: Tensor, B: int, D: int) -> Tensor:
-    """What `seen` is before the first token: zeros (B, W - 1, D)."""
+    """What `inputs` is before the first token: zeros (B, W - 1, D)."""
     return torch.zeros(B, weight.numel() // D - 1, D, dtype=weight.dtype, device=weight.device)

@@ -19,6 +19,8 @@ from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
+from common.numbers import ceil_div
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 CHUNK = 64
@@ -91,8 +93,9 @@ def maxima(x: Tensor, C: int) -> Tensor:
 
 
 def refuse_transforms(operator: str, instead: str, *tensors: Tensor | None) -> None:
-    """Raise if a tensor has a forward-mode tangent or is differentiated by torch.func. Call it
-    before the operator.
+    """Raise if a tensor has a forward-mode tangent or is differentiated by torch.func.
+
+    Call this before the operator.
 
     Args:
         operator: name for the message.
@@ -111,7 +114,9 @@ def refuse_transforms(operator: str, instead: str, *tensors: Tensor | None) -> N
 
 
 def refuse_second_order(operator: str, instead: str) -> None:
-    """Raise if the gradients must have a graph (create_graph=True). Call it in the backward pass.
+    """Raise if the gradients must have a graph (create_graph=True).
+
+    Call this in the backward pass.
 
     Raises:
         NotImplementedError: one line.
@@ -145,6 +150,7 @@ def running_sum(x: Tensor, dim: int) -> Tensor:
 
 
 def aligned(x: Tensor, n: int) -> Tensor:
-    """Append zeros to x (..., D) up to the first multiple of 8 that is at least n: torch's fused
-    kernels need one."""
-    return pad(x, (0, n + -n % 8 - x.shape[-1]))
+    """Append zeros to x (..., D) up to the first multiple of 8 that is at least n, as torch's fused
+    kernels need it."""
+    size = 8 * ceil_div(n, 8)
+    return pad(x, (0, size - x.shape[-1]))

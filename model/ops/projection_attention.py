@@ -50,8 +50,8 @@ def inner_keys(k: Tensor) -> Tensor:
     """
     exact = -k.to(accumulation_dtype(k)).square().sum(-1, keepdim=True) / 2  # (B, H, S, 1)
     norm = exact.to(k.dtype)
-    rest = (exact - norm).detach().to(k.dtype)
-    return aligned(torch.cat([k, norm, rest], dim=-1), k.shape[-1] + 2)
+    error = (exact - norm).detach().to(k.dtype)
+    return aligned(torch.cat([k, norm, error], dim=-1), k.shape[-1] + 2)
 
 
 def padded_values(v: Tensor) -> Tensor:

@@ -19,11 +19,8 @@ def test_every_command_of_the_tutorial_does_what_it_says(tmp_path):
         if path.name not in made:
             (tmp_path / path.name).symlink_to(path)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = os.environ | {
-        "PATH": path,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }  # other tests run beside this one
+    # One thread: other tests run at the same time.
+    env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     said = {}
     page = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8").replace("\\\n", "")
     page = re.sub(r"max_steps=(\d+)0\b", r"max_steps=\1", page)  # a tenth of the steps shows as much

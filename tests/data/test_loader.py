@@ -71,9 +71,8 @@ def test_a_batch_is_a_function_of_seed_and_step_alone():
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 8, 32])
 def test_ranks_share_the_global_batch(parts):
-    batches = TrainBatches(
-        open_rows(FakeStream(1000), seq_len=10), batch_size=32, seed=0
-    )  # 99 windows: step 3 crosses an epoch
+    rows = open_rows(FakeStream(1000), seq_len=10)
+    batches = TrainBatches(rows, batch_size=32, seed=0)  # 99 windows: step 3 crosses an epoch
     whole = batches.batch(3)
     cuts = [32 * i // parts for i in range(parts + 1)]
     for i in range(2):

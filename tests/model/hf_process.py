@@ -9,9 +9,8 @@ import pickle
 import sys
 from pathlib import Path
 
-sys.modules |= dict.fromkeys(
-    ("common", "data", "model", "runtime", "trainer")
-)  # who imports these now gets an ImportError
+# Who imports these now gets an ImportError.
+sys.modules |= dict.fromkeys(("common", "data", "model", "runtime", "trainer"))
 
 import torch  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402

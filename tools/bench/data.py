@@ -62,6 +62,6 @@ def encode_alone(config: PrepareConfig) -> tuple[float, int]:
 
 def run(words: list[str]) -> None:
     """Run scripts/prepare_data.py to its end. Raises UserError: it failed."""
-    done = subprocess.run([sys.executable, SCRIPT, *words], capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(f"{SCRIPT.name} failed: {(done.stdout + done.stderr)[-2000:]}")
+    process = subprocess.run([sys.executable, SCRIPT, *words], capture_output=True, text=True)
+    if process.returncode:
+        raise UserError(f"{SCRIPT.name} failed: {(process.stdout + process.stderr)[-2000:]}")

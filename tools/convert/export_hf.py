@@ -32,25 +32,26 @@ def export(checkpoint: Path, out_dir: Path) -> None:
     Raises:
         UserError: there is no whole checkpoint, or out_dir is in use.
     """
-    if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
+    is_empty_folder = out_dir.is_dir() and not any(out_dir.iterdir())
+    if out_dir.exists() and not is_empty_folder:
         raise UserError(f"{out_dir} exists and is not empty: choose another folder, or remove it")
     opened = open_model(checkpoint)
     gpt, tokenizer = load_model(opened)
-    beside = out_dir.absolute().with_name(f".{out_dir.absolute().name}.export")
-    make_directory(beside, "out_dir")
+    temp_dir = out_dir.absolute().with_name(f".{out_dir.absolute().name}.export")
+    make_directory(temp_dir, "out_dir")
     refusal = f"out_dir={out_dir} is being written by another process: choose another folder"
-    with owned(beside, lambda: refusal):
+    with owned(temp_dir, lambda: refusal):
         try:
-            for old in beside.iterdir():  # left by an export that was killed
-                old.unlink()
-            plain = _write_model(gpt, tokenizer, beside)
+            for leftover in temp_dir.iterdir():  # of an export that was killed
+                leftover.unlink()
+            plain = _write_model(gpt, tokenizer, temp_dir)
             for name, content in tokenizer_files(tokenizer, gpt.config.max_len).items():
-                write_json(beside / name, content)
+                write_json(temp_dir / name, content)
             card = _card(gpt, tokenizer, opened.state, plain)
-            (beside / "README.md").write_text(card, encoding="utf-8")
-            os.rename(beside, out_dir)
+            (temp_dir / "README.md").write_text(card, encoding="utf-8")
+            os.rename(temp_dir, out_dir)
         finally:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(temp_dir, ignore_errors=True)
     kind = "a GPT2LMHeadModel" if plain else "a model with its own code"
     say(f"written to {out_dir}: {kind} (see README.md there)")
 
@@ -97,12 +98,10 @@ def _without_padding(gpt: GPT, n_vocab: int) -> tuple[GPTConfig, dict[str, Tenso
     """
     config = decode(GPTConfig, gpt.config.model_dump() | {"n_vocab": n_vocab, "pad_vocab": 1})
     tensors = gpt.state_dict()
-    by_token = {
-        name: value[:n_vocab]
-        for name, value in tensors.items()
-        if name in ("embed.weight", "output.weight")
-    }
-    return config, tensors | by_token
+    for name in ("embed.weight", "output.weight"):
+        if name in tensors:
+            tensors[name] = tensors[name][:n_vocab]
+    return config, tensors
 
 
 def _own_config(config: GPTConfig, document_start: int | None) -> JsonDict:

@@ -80,22 +80,23 @@ def read_tokenizer_json(path: Path) -> Tokenizer:
     """
     from data.tokenizer_json import HFTokenizer, read_hf_tokenizer  # their library is optional
 
-    read = read_hf_tokenizer(path)
-    if read.tokens[-len(MARKERS) :] != [marker.encode() for marker in MARKERS]:
-        return _known(read)
-    others = [token for token in read.saved["added_tokens"] if token["content"] not in MARKERS]
-    return ChatTokenizer(_known(HFTokenizer(read.saved | {"added_tokens": others})))
+    tokenizer = read_hf_tokenizer(path)
+    if tokenizer.tokens[-len(MARKERS) :] != [marker.encode() for marker in MARKERS]:
+        return _known(tokenizer)
+    saved = tokenizer.saved
+    added = [token for token in saved["added_tokens"] if token["content"] not in MARKERS]
+    return ChatTokenizer(_known(HFTokenizer(saved | {"added_tokens": added})))
 
 
-def _known(read: Tokenizer) -> Tokenizer:
-    """Return tokenizer=bytes or gpt2 if `read` is one of these, or else `read` itself."""
-    if read.saved.get("normalizer") is not None:
-        return read
+def _known(tokenizer: Tokenizer) -> Tokenizer:
+    """Return tokenizer=bytes or gpt2 if this is one of them, or else the tokenizer itself."""
+    if tokenizer.saved.get("normalizer") is not None:
+        return tokenizer
     in_bytes = build_tokenizer(BytesConfig(name="bytes"))
-    if read.tokens == in_bytes.tokens:
+    if tokenizer.tokens == in_bytes.tokens:
         return in_bytes
-    if read.n_vocab == _GPT2_IDS:
-        tokenizer = RankTokenizer("gpt2", read.tokens[:-1])
-        if tokenizer.sha256 == _GPT2_SHA256:
-            return tokenizer
-    return read
+    if tokenizer.n_vocab == _GPT2_IDS:
+        gpt2 = RankTokenizer("gpt2", tokenizer.tokens[:-1])
+        if gpt2.sha256 == _GPT2_SHA256:
+            return gpt2
+    return tokenizer

@@ -98,13 +98,13 @@ def _weights(path: Path, gpt: GPT) -> dict[str, Tensor]:
     """Read our weights from GPT-2's file, in float32 unless they are float64."""
     stored_names = read_header(path)[1].keys()
     prefix = PREFIX if any(name.startswith(PREFIX) for name in stored_names) else ""
-    ours = gpt.state_dict()
-    theirs = {name: prefix + gpt2_name(name) for name in ours}
+    parameters = gpt.state_dict()
+    stored_name_of = {name: prefix + gpt2_name(name) for name in parameters}
     expected: dict[str, Any] = {}
-    for name, their_name in theirs.items():
-        expected[their_name] = (turned(their_name, ours[name]).shape, FLOATS)
+    for name, stored_name in stored_name_of.items():
+        expected[stored_name] = (turned(stored_name, parameters[name]).shape, FLOATS)
     if "lm_head.weight" in stored_names:
-        expected["lm_head.weight"] = expected[theirs["embed.weight"]]
+        expected["lm_head.weight"] = expected[stored_name_of["embed.weight"]]
     max_len = gpt.config.max_len or 0
     # Old files store causal masks, too.
     masks = {"bias": torch.Size([1, 1, max_len, max_len]), "masked_bias": torch.Size([])}
@@ -115,16 +115,16 @@ def _weights(path: Path, gpt: GPT) -> dict[str, Tensor]:
                 expected[mask] = (shape, _MASK_TYPES)
     stored = read_tensors([path], expected)
     weights = {}
-    for name, their_name in theirs.items():
-        weight = stored[their_name]
+    for name, stored_name in stored_name_of.items():
+        weight = stored[stored_name]
         if not weight.isfinite().all():
             raise UserError(
-                f"{path.parent}: {their_name} has values that are not finite: such a model "
+                f"{path.parent}: {stored_name} has values that are not finite: such a model "
                 "computes nothing"
             )
-        weight = turned(their_name, weight).contiguous()
+        weight = turned(stored_name, weight).contiguous()
         weights[name] = weight if weight.dtype == torch.float64 else weight.float()
-    embed = stored[theirs["embed.weight"]]
+    embed = stored[stored_name_of["embed.weight"]]
     if not torch.equal(stored.get("lm_head.weight", embed), embed):
         raise UserError(
             f"{path.parent}: lm_head.weight differs from wte.weight, but our output layer is the "

@@ -68,13 +68,14 @@ def summed_loss(
     refuse_transforms(*_NAMES, x, weight)
     (x,) = as_autocast(x)
     backend = choose_form("the loss", backend, [*_FORMS], x)
-    wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return _summed_loss(x, weight, targets, wanted, cap, backend)[0]
+    needs_gradients = x.requires_grad or weight.requires_grad
+    with_grad = torch.is_grad_enabled() and needs_gradients
+    return _summed_loss(x, weight, targets, with_grad, cap, backend)[0]
 
 
 @operator("summed_cross_entropy")
 def _summed_loss(
-    x: Tensor, weight: Tensor, targets: Tensor, wanted: bool, cap: float | None, backend: str
+    x: Tensor, weight: Tensor, targets: Tensor, with_grad: bool, cap: float | None, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss and, if wanted, the gradients of x and weight, else empty tensors.
 
@@ -84,7 +85,7 @@ def _summed_loss(
     weight = weight.to(x.dtype)
     if backend == "triton":  # products of rows that are not aligned are slow on GPUs
         weight = pad(weight, (0, 0, 0, -n_vocab % 64))
-    loss, g_x, g_weight = _empty_results(x, weight, wanted)
+    loss, g_x, g_weight = _empty_results(x, weight, with_grad)
     loss.zero_()
     g_weight.zero_()
     size = _tokens(weight)
@@ -92,8 +93,8 @@ def _summed_loss(
         for n in range(0, max(1, len(x)), size):
             chunk = slice(n, n + size)
             logits = x[chunk] @ weight.T
-            loss += _FORMS[backend](logits, targets[chunk], n_vocab, wanted, cap).sum()
-            if wanted:
+            loss += _FORMS[backend](logits, targets[chunk], n_vocab, with_grad, cap).sum()
+            if with_grad:
                 g_x[chunk] = logits @ weight
                 if g_weight.dtype == x.dtype:
                     g_weight.addmm_(logits.T, x[chunk])
@@ -104,7 +105,7 @@ def _summed_loss(
 
 
 def _by_torch(
-    logits: Tensor, targets: Tensor, n_vocab: int, wanted: bool, cap: float | None
+    logits: Tensor, targets: Tensor, n_vocab: int, with_grad: bool, cap: float | None
 ) -> Tensor:
     """Losses of some tokens, (n,); if wanted, the gradient of their logits (n, V) replaces these,
     as in the kernel.
@@ -121,7 +122,7 @@ def _by_torch(
         z = capped(rows.to(acc), cap)
         log_p = z.log_softmax(1)
         losses.append(-(log_p.gather(1, target) * counts).squeeze(1))
-        if wanted:
+        if with_grad:
             g = log_p.exp_().scatter_add_(1, target, -torch.ones_like(target, dtype=acc))
             slope = counts if cap is None else counts * (1 - (z / cap).square())
             torch.mul(g, slope, out=rows)
@@ -129,13 +130,13 @@ def _by_torch(
 
 
 def _by_triton(
-    logits: Tensor, targets: Tensor, n_vocab: int, wanted: bool, cap: float | None
+    logits: Tensor, targets: Tensor, n_vocab: int, with_grad: bool, cap: float | None
 ) -> Tensor:
     """As `_by_torch`, for logits of n_vocab columns or more: gradients of the rest are 0."""
     # Importing triton is slow, and it may be missing.
     from model.ops.linear_cross_entropy.triton import cross_entropy_
 
-    return cross_entropy_(logits, targets, n_vocab, wanted, cap)
+    return cross_entropy_(logits, targets, n_vocab, with_grad, cap)
 
 
 _FORMS = {"chunked": _by_torch, "triton": _by_triton}
@@ -147,19 +148,19 @@ def _tokens(weight: Tensor, n_chunks: int = 1) -> int:
     return max(1, n_bytes // (n_chunks * len(weight) * weight.itemsize))
 
 
-def _empty_results(x: Tensor, weight: Tensor, wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_results(x: Tensor, weight: Tensor, with_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
     acc = accumulation_dtype(x)
     loss = x.new_empty((), dtype=acc)
-    if not wanted:
+    if not with_grad:
         return loss, x.new_empty(0), loss.new_empty(0)
     return loss, torch.empty_like(x), torch.empty_like(weight, dtype=acc)
 
 
 @_summed_loss.register_fake
 def _(
-    x: Tensor, weight: Tensor, targets: Tensor, wanted: bool, *_: Any
+    x: Tensor, weight: Tensor, targets: Tensor, with_grad: bool, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_results(x, weight, wanted)
+    return _empty_results(x, weight, with_grad)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -176,10 +177,14 @@ def _backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         raise RuntimeError("summed_loss allows a single backward pass: call it again for another")
     g_x, g_weight = ctx.saved_tensors
     if torch.compiler.is_compiling():
-        return g_x * g, (g_weight * g).to(ctx.dtype), None, None, None, None
-    ctx.used = True
-    # In place: g_weight is as large as the weight.
-    return g_x.mul_(g), g_weight.mul_(g).to(ctx.dtype), None, None, None, None
+        g_x = g_x * g
+        g_weight = g_weight * g
+    else:
+        ctx.used = True
+        # In place: g_weight is as large as the weight.
+        g_x.mul_(g)
+        g_weight.mul_(g)
+    return g_x, g_weight.to(ctx.dtype), None, None, None, None
 
 
 _summed_loss.register_autograd(_backward, setup_context=_save_for_backward)

@@ -14,14 +14,14 @@ _NOTHING = tl.constexpr(float("-inf"))
 
 
 def cross_entropy_(
-    logits: Tensor, targets: Tensor, n_vocab: int, wanted: bool, cap: float | None
+    logits: Tensor, targets: Tensor, n_vocab: int, with_grad: bool, cap: float | None
 ) -> Tensor:
     """Cross-entropy in nats of each row of capped(logits[:, :n_vocab]), (N,), float32 or float64; 0
     if not counted.
 
     Args:
-        logits: (N, V) with V >= n_vocab, contiguous. If wanted, their gradient replaces them, which
-            is 0 from n_vocab on, and for targets that are not counted.
+        logits: (N, V) with V >= n_vocab, contiguous. With gradients, their gradient replaces them.
+            It is 0 from n_vocab on, and for targets that are not counted.
         targets: (N,), from 0 to n_vocab - 1; negative targets are not counted, and others give NaN.
     """
     losses = logits.new_empty(len(logits), dtype=accumulation_dtype(logits))
@@ -30,7 +30,7 @@ def cross_entropy_(
         cross_entropy_kernel[(len(logits),)](
             *(logits, targets.contiguous(), losses, n_vocab, n_columns),
             **{
-                "WANTED": wanted,
+                "WITH_GRAD": with_grad,
                 "CAP": cap,
                 "ACC": tl.float64 if losses.dtype == torch.float64 else tl.float32,
                 "BLOCK": min(_BLOCK, triton.next_power_of_2(n_columns)),
@@ -47,21 +47,24 @@ def cross_entropy_kernel(
     losses,
     n_vocab,
     V,
-    WANTED: tl.constexpr,
+    WITH_GRAD: tl.constexpr,
     CAP: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One token: reads its logits for the loss, and again for the gradient, which replaces them."""
-    n, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    row, target = logits + n * V, tl.load(targets + n)
+    n = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    row = logits + n * V
+    target = tl.load(targets + n)
     if target < 0:
         tl.store(losses + n, 0.0)
-        if WANTED:
+        if WITH_GRAD:
             for start in range(0, V, BLOCK):
                 tl.store(row + start + columns, tl.zeros([BLOCK], ACC), mask=start + columns < V)
     else:
-        top, total = tl.full([], _NOTHING, ACC), tl.full([], 0.0, ACC)
+        top = tl.full([], _NOTHING, ACC)
+        total = tl.full([], 0.0, ACC)
         for start in range(0, V, BLOCK):
             z, _ = _capped(row, start + columns, n_vocab, V, CAP, ACC)
             higher = tl.maximum(top, tl.max(z, 0))
@@ -72,7 +75,7 @@ def cross_entropy_kernel(
         at_target, _ = _capped(row, target, n_vocab, V, CAP, ACC)
         tl.store(losses + n, tl.where(target < n_vocab, log_z - at_target, float("nan")))
         tl.debug_barrier()  # all threads have read what any of them replaces
-        if WANTED:
+        if WITH_GRAD:
             for start in range(0, V, BLOCK):
                 column = start + columns
                 z, slope = _capped(row, column, n_vocab, V, CAP, ACC)
@@ -88,9 +91,8 @@ def _capped(row, column, n_vocab, V, CAP: tl.constexpr, ACC: tl.constexpr):
     z = tl.load(row + column, mask=column < V, other=0.0).to(ACC)
     slope = 1.0
     if CAP is not None:
-        rest = 2.0 / (
-            1.0 + tl.exp(tl.abs(z) * (2.0 / CAP))
-        )  # 1 - tanh(|z| / CAP), to its last digits
+        # 1 - tanh(|z| / CAP), to its last digits.
+        rest = 2.0 / (1.0 + tl.exp(tl.abs(z) * (2.0 / CAP)))
         z = tl.where(z < 0.0, rest - 1.0, 1.0 - rest) * CAP
         slope = rest * (2.0 - rest)
     return tl.where(column < n_vocab, z, _NOTHING), slope

@@ -179,10 +179,10 @@ def backward(inputs: Inputs, g_log_S: Tensor, g_log_s: Tensor) -> Inputs:
     return Inputs(g_q, g_k, g_v, _sequence(gradients.log_f, T), g_log_s)
 
 
-def _some_at_a_time(wanted: Tensor, states: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _some_at_a_time(mask: Tensor, states: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield indices of True entries, as many at a time as memory allows for their states."""
     size = max(1, _LARGEST // (CHUNK * states[0, 0].numel()))
-    for indices in wanted.nonzero().split(size):
+    for indices in mask.nonzero().split(size):
         yield indices.unbind(1)
 
 

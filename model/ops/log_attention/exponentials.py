@@ -145,14 +145,14 @@ def _frames_of_chunks(before: Tensor, x: Tensor, C: int, kept: Tensor | None) ->
             all.
     """
     top = maxima(x, C).to(before.dtype)  # (N, B, H, D)
-    left = torch.cat([before[None], top])  # (1 + N, B, H, D)
+    largest = torch.cat([before[None], top])  # (1 + N, B, H, D)
     if kept is None:
-        left = left.cummax(0).values
+        largest = largest.cummax(0).values
     else:
         total = running_sum(kept.double().clamp(min=-1e9), 0)
         total = pad(total, (0, 0) * 3 + (1, 0))
-        left = total + (left - total).cummax(0).values
-    return frame_above(torch.maximum(left[:-1], top).to(before.dtype) / LN2)
+        largest = total + (largest - total).cummax(0).values
+    return frame_above(torch.maximum(largest[:-1], top).to(before.dtype) / LN2)
 
 
 def gates_at(inputs: Inputs, tokens: slice, frames: Frames) -> Gates:
@@ -202,9 +202,8 @@ def scaled_exp(x: Tensor, *frames: Tensor) -> Tensor:
         result = x.exp()
         for frame in frames:
             result.mul_(torch.exp2(-frame))
-        return (
-            result if counts is None else result.mul_(counts)
-        )  # masked_fill_ takes 20 times as long
+        # masked_fill_ takes 20 times as long.
+        return result if counts is None else result.mul_(counts)
     total = sum(frames[1:], frames[0])
     if is_near:
         result = x.exp().mul_(torch.exp2(-total))

@@ -136,11 +136,15 @@ def _empty_results(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Allocate all results of `_attend`.
 
-    - log_y (B, H, T, d_v), and if wanted the state's log_s (B, H, d_k, d_v) and log_z (B, H, d_k),
-    else empty tensors. - To save: M (B H, slots, d_k, d_v), z and the frame of keys (B H, slots,
-    d_k), and the frame of values (B H, slots, d_v). Slots are before each chunk and after the last,
-    rounded up to whole spans (see triton_exact.py). - (B H, N + 1, blocks): whether each tile of
-    queries and the last state are doubtful, by block of value columns.
+    log_y (B, H, T, d_v). The state's log_s (B, H, d_k, d_v) and log_z (B, H, d_k), or empty tensors
+    if it is not asked for.
+
+    To save: M (B H, slots, d_k, d_v), z and the frame of keys (B H, slots, d_k), and the frame of
+    values (B H, slots, d_v). There is a slot before each chunk and one after the last. Their number
+    is rounded up to whole spans (see triton_exact.py).
+
+    (B H, N + 1, blocks): whether each tile of queries, and the last state, is doubtful, by block of
+    value columns.
     """
     q, log_v, P = inputs.q, inputs.log_v, _constants(inputs)
     (B, H, T, d_k), d_v = q.shape, log_v.shape[3]
@@ -203,10 +207,10 @@ def _(g: Sequence[Tensor], inputs: Sequence[Tensor | None], *_: Any) -> list[Ten
 
 
 def _empty_gradients(inputs: _Tensors) -> _Tensors:
-    """Allocate gradients, of which tokens are in the layout (B, T, H, d).
+    """Allocate gradients. Those of tokens have the layout (B, T, H, d).
 
-    Each block of value columns writes its part of a sum over all values, the gradient of all but
-    log_v and log_s: the first dimension of these counts blocks and B.
+    All gradients except those of log_v and log_s are sums over all values, of which each block of
+    value columns writes a part. Their first dimension counts the blocks, times B.
     """
     q, k, log_v, log_f, log_s, log_z = inputs
     B, blocks = len(q), _constants(inputs).BLOCKS

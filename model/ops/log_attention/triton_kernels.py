@@ -107,16 +107,14 @@ def forward_sweep(x, outputs, saved, doubtful, segments, OWN: tl.constexpr, P: t
             e_q = exp_of_queries(load_chunk(x.q, n, x.T, program.d, 0.0, P.D_K, P), key, P)
             A = product(e_q, tl.trans(e_k), P)
             z_read = tl.sum(e_q.to(P.ACC) * z[None, :], 1)
-            _, sums, z_sums = _causal_sums(
-                A, between(gates, A), e_q, e_v, M, z_read, gates, P
-            )  # (C, BV), (C,)
+            # sums (C, BV), z_sums (C,).
+            _, sums, z_sums = _causal_sums(A, between(gates, A), e_q, e_v, M, z_read, gates, P)
             y = log_of_scaled(sums * (1.0 / z_sums)[:, None], finite(value)[None, :])
             store_chunk(y, log_y, n, x.T, program.e, P.D_V, P)
             unsure = 0
             if _some_doubtful(sums, z_sums, n, x, program, P):
-                k_n = load_chunk(
-                    x.k, n, x.T, program.d, NOTHING, P.D_K, P
-                )  # loaded again to save registers
+                # Loaded again to save registers.
+                k_n = load_chunk(x.k, n, x.T, program.d, NOTHING, P.D_K, P)
                 v_n = load_chunk(x.log_v, n, x.T, program.e, NOTHING, P.D_V, P)
                 terms, z_terms = _visible_terms(k_n, v_n, key_before, value_before, gates, P)
                 unsure |= _lacks_something(sums, z_sums, terms, z_terms, n, x, program, P)
@@ -200,14 +198,16 @@ def backward_sweep(g_of, x, saved, doubtful, to, segments, OWN: tl.constexpr, P:
         within = between(gates, A)
         A, sums, z_sums = _causal_sums(A, within, e_q, e_v, M, applied(e_q, z, P), gates, P)
         g_n = load_chunk(g_y, n, x.T, program.e, 0.0, P.D_V, P)  # (C, BV)
+        # log_y = log(sums / z_sums).
         g_sums, g_z_sums = (
             _over(g_n, sums),
             _over(-tl.sum(g_n, 1), z_sums),
-        )  # log_y = log(sums / z_sums)
+        )
+        # Of what is read from the state.
         g_read, g_z_read = (
             times(g_sums, gates.start).to(P.OPERAND),
             times(g_z_sums, gates.start),
-        )  # from the state
+        )
         g_sums = g_sums.to(P.OPERAND)
         if not OWN:
             g_A = product(g_sums, tl.trans(e_v), P) + g_z_sums[:, None]
@@ -222,9 +222,8 @@ def backward_sweep(g_of, x, saved, doubtful, to, segments, OWN: tl.constexpr, P:
         if x.log_f is None:
             value_decay = power_of_two(value - finite(value_after))  # at most 1
         else:
-            value_decay = power_of_two(
-                tl.minimum(value - finite(value_after), 0.0)
-            )  # less after a reset, of nothing
+            # After a reset a frame can shrink, but then there is nothing to scale.
+            value_decay = power_of_two(tl.minimum(value - finite(value_after), 0.0))
         g_M *= decay[:, None] * value_decay[None, :]
         g_z *= decay
         if not OWN:
@@ -271,9 +270,8 @@ def _after_segments(state, x, segments, program, P: tl.constexpr):
             key, value = tl.maximum(key, key_s), tl.maximum(value, value_s)
         else:
             key = tl.maximum(frame_of(key + log_f * LOG2E, P.OPERAND), key_s)
-            value_left = tl.where(
-                log_f > NOTHING, value, NOTHING
-            )  # of columns without values in the segment
+            # Of columns without values in the segment.
+            value_left = tl.where(log_f > NOTHING, value, NOTHING)
             value = tl.where(value_s > NOTHING, tl.maximum(value, value_s), value_left)
         decay, value_decay = _across(key_before, key, value_before, value, log_f)
         own_decay = power_of_two(key_s - finite(key))
@@ -315,9 +313,8 @@ def _across(key, key_after, value, value_after, log_f):
     frames after it."""
     shift = key - finite(key_after)
     decay = power_of_two(shift) if log_f is None else tl.exp2(shift + log_f * LOG2E)
-    return decay, power_of_two(
-        tl.minimum(value - finite(value_after), 0.0)
-    )  # less after a reset, of nothing
+    # After a reset a frame can shrink, but then there is nothing to scale.
+    return decay, power_of_two(tl.minimum(value - finite(value_after), 0.0))
 
 
 @triton.jit
@@ -325,9 +322,8 @@ def exp_of_queries(q, key, P: tl.constexpr):
     """Return e_q for q (C, BK): scaled by a power of two for each row, including the frame of the
     keys."""
     row = frame_of(tl.max(q * LOG2E + key[None, :], 1), P.OPERAND)
-    row = tl.where(
-        tl.maximum(row, tl.max(key, 0)) == LOST, 2 * LOST, row
-    )  # e_q is then 0 beside a lost key, too
+    # With a lost key, e_q is 0 as well.
+    row = tl.where(tl.maximum(row, tl.max(key, 0)) == LOST, 2 * LOST, row)
     return once(exp_measured(q, finite(row)[:, None] - key[None, :], P.OPERAND).to(P.OPERAND), P)
 
 
@@ -422,9 +418,8 @@ def _visible_terms(k, v, key_before, value_before, gates, P: tl.constexpr):
     rows = tl.arange(0, P.C)
     alive = tl.max((k != NOTHING).to(tl.int32), 1) > 0  # (C,); NaN is alive
     values = alive[:, None] & (v != NOTHING)
-    before_k = tl.where(
-        tl.max(key_before, 0) > NOTHING, 0, P.C
-    )  # 0 if earlier tokens are terms, else C
+    # 0 if earlier tokens are terms, else C.
+    before_k = tl.where(tl.max(key_before, 0) > NOTHING, 0, P.C)
     before_v = tl.where(value_before > NOTHING, before_k, P.C)  # (BV,)
     if gates.each is None:  # all from the first on
         first_k = tl.minimum(tl.min(tl.where(alive, rows, P.C), 0), before_k)
@@ -432,9 +427,8 @@ def _visible_terms(k, v, key_before, value_before, gates, P: tl.constexpr):
         return rows[:, None] >= first_v[None, :], rows >= first_k
     else:
         segment, start = gates.segment, gates.segment == 0
-        visible = (segment[:, None] == segment[None, :]) & (
-            rows[:, None] >= rows[None, :]
-        )  # (C, C)
+        # (C, C).
+        visible = (segment[:, None] == segment[None, :]) & (rows[:, None] >= rows[None, :])
         # Without `once`, Triton 3.7 does not compile it for 64 keys and 32 values on compute
         # capability 8.0. Triton's interpreter takes the bits of a truth value for those of a
         # bfloat16, unless they pass through another type.

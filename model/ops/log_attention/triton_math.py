@@ -81,9 +81,8 @@ def exp_measured(x, frame, OPERAND: tl.constexpr):
     """
     if OPERAND == tl.bfloat16:
         x = tl.clamp(x, -1400.0, 1400.0, propagate_nan=tl.PropagateNan.ALL)
-        return tl.exp2(
-            (x * LOG2E + 6144.0) - (6144.0 + frame)
-        )  # 1.5 x 2^12, whose last bit is 2^-11
+        # 6144 is 1.5 x 2^12, whose last bit is 2^-11.
+        return tl.exp2((x * LOG2E + 6144.0) - (6144.0 + frame))
     else:
         wide: tl.constexpr = x.dtype == tl.float64
         large: tl.constexpr = 1.5 * 2.0**52 if wide else 1.5 * 2.0**23

@@ -24,9 +24,8 @@ from torch.nn.functional import pad
 
 from model.ops.custom import in_chunks
 
-CHUNK = (
-    32  # tokens: T / C chunks of C steps take C + T / C dependent steps, fewest near C = sqrt(T)
-)
+# Tokens: T / C chunks of C steps take C + T / C dependent steps, fewest near C = sqrt(T).
+CHUNK = 32
 
 
 def forward(log_p: Tensor, h: Tensor, start: Tensor) -> Tensor:

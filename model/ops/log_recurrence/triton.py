@@ -14,7 +14,9 @@ from torch import Tensor
 
 from model.ops.triton_launch import launching
 
-_TOKENS, _FEATURES = 32, 32  # of a program at a time
+# Of a program at a time.
+_TOKENS = 32
+_FEATURES = 32
 
 
 def forward(log_p: Tensor, h: Tensor, start: Tensor) -> Tensor:
@@ -101,10 +103,10 @@ def recurrence_forward(
     C: tl.constexpr,
     BD: tl.constexpr,
 ):
-    b, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BD + tl.arange(0, BD)
-    carried = tl.load(start + b * D + d, mask=d < D, other=0.0).to(
-        tl.float64
-    )  # s before these tokens
+    b = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    # s before these tokens.
+    carried = tl.load(start + b * D + d, mask=d < D, other=0.0).to(tl.float64)
     for first in range(0, T, C):
         t = first + tl.arange(0, C).to(tl.int64)[:, None]
         known = (t < T) & (d < D)[None, :]
@@ -138,17 +140,19 @@ def recurrence_backward(
     C: tl.constexpr,
     BD: tl.constexpr,
 ):
-    b, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BD + tl.arange(0, BD)
+    b = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
     s_start = tl.load(start + b * D + d, mask=d < D, other=0.0)
-    log_p, h = log_p + b * p_batch + d[None, :], h + b * h_batch + d[None, :]
+    log_p += b * p_batch + d[None, :]
+    h += b * h_batch + d[None, :]
     dense = b * T * D + d[None, :]
     # The gradient that reaches the token after these, and its s: infinity, so that nothing after
     # the last token counts.
-    later, s_later = tl.zeros([BD], tl.float64), tl.full([BD], float("inf"), tl.float64)
+    later = tl.zeros([BD], tl.float64)
+    s_later = tl.full([BD], float("inf"), tl.float64)
     for behind in range(0, T, C):
-        t = (
-            T - 1 - behind - tl.arange(0, C).to(tl.int64)[:, None]
-        )  # from the last token to the first
+        # From the last token to the first.
+        t = T - 1 - behind - tl.arange(0, C).to(tl.int64)[:, None]
         known = (t >= 0) & (d < D)[None, :]
         followed = known & (t < T - 1)
         g = tl.load(g_s + dense + t * D, mask=known, other=0.0)
@@ -174,4 +178,5 @@ def recurrence_backward(
 
         s_first = _last_row(now, C)
         across = tl.exp(tl.sum(p_after.to(tl.float64), 0) + s_first - s_later)
-        later, s_later = _last_row(local, C) + across * later, s_first
+        later = _last_row(local, C) + across * later
+        s_later = s_first

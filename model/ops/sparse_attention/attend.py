@@ -111,8 +111,8 @@ def forgetting_attention(
     """softmax(q k^T / sqrt(D) + a_t - a_j) v over the tokens so far; a is the running sum of log_f,
     in float32.
 
-    Only by FlexAttention: None where it is not used, which is anywhere but on CUDA GPUs, in 16-bit
-    types.
+    Only FlexAttention computes this. The result is None where it is not used: it is used in 16-bit
+    types on CUDA GPUs.
 
     Args:
         k, v: (B, G, T, D), where G divides H.
@@ -196,11 +196,11 @@ def _forgetting(
     FlexAttention's gradient of a would be nondeterministic, because atomics add it up. So a is a
     constant in the function, and its gradient is that of the new features of k, whose values are 0.
 
-    The text is cut into n intervals, and only queries of interval m read feature m, which is a_m -
-    a_j less itself. Any token's a will do for a_m: a constant in all scores of a query changes
-    nothing. With one feature for all queries, the gradient of a gate would have the roundings to 16
-    bits of all keys before it, and not of an interval. FlexAttention computes with a power of two
-    of features, so more than one take no more time.
+    The text is cut into n intervals, and only queries of interval m read feature m. Its value at
+    key j is a_m - a_j minus the same number as a constant. a_m may be any token's: a constant in
+    all scores of a query changes nothing. If all queries read one feature, the gradient of a gate
+    would add up the 16-bit roundings of all earlier keys, and not those of one interval.
+    FlexAttention pads features to a power of two, so n features take no more time than one.
     """
     T, D = q.shape[2:]
     n = 2 ** D.bit_length() - D

@@ -38,10 +38,10 @@ class Band(_Keys):
 
     def sees(self, i: Tensor, j: Tensor) -> Tensor:
         distance = i - j
-        seen = (distance % self.step == 0) & (distance >= self.step * self.first)
+        visible = (distance % self.step == 0) & (distance >= self.step * self.first)
         if self.last is not None:
-            seen = seen & (distance <= self.step * self.last)
-        return seen & (j >= self.start)
+            visible = visible & (distance <= self.step * self.last)
+        return visible & (j >= self.start)
 
     def reach(self) -> int | None:
         return None if self.last is None else self.step * self.last
@@ -207,8 +207,8 @@ def reach_of(patterns: Sequence[Pattern]) -> int | None:
 
 def pattern_sees(pattern: Pattern, i: Tensor, j: Tensor) -> Tensor:
     """Whether query i may attend to key j, in the broadcast shape of the two."""
-    first, *rest = pattern
-    seen = first.sees(i, j)
-    for keys in rest:
-        seen = seen | keys.sees(i, j)
-    return seen
+    first, *others = pattern
+    visible = first.sees(i, j)
+    for keys in others:
+        visible = visible | keys.sees(i, j)
+    return visible

@@ -46,20 +46,20 @@ def turned(name: str, weight: Tensor) -> Tensor:
 
 def is_gpt2(config: GPTConfig) -> bool:
     """Whether GPT2LMHeadModel has this architecture."""
-    no_parts = {"decay": "none", "conv": 0, "qk_norm": False, "gate": "none"}
-    own_heads = all(
-        isinstance(layer, SoftmaxConfig)
-        and layer.n_kv_head in (None, config.n_head)
-        and layer.model_dump(include=set(no_parts)) == no_parts
-        for layer in config.layers
-    )
-    usual_width = config.n_head * config.head_features == config.n_embd
-    usual_block = (
-        config.block.name == "mlp" and config.block.activation == "gelu" and not config.block.conv
-    )
-    usual_rest = config.position.name == "learned" and config.norm == "layer" and config.tied
-    usual_rest &= not config.logit_cap and not config.ngrams
-    return own_heads and usual_width and usual_block and usual_rest
+    block = config.block
+    if block.name != "mlp" or block.activation != "gelu" or block.conv:
+        return False
+    no_options = {"decay": "none", "conv": 0, "qk_norm": False, "gate": "none"}
+    for layer in config.layers:
+        if not isinstance(layer, SoftmaxConfig) or layer.n_kv_head not in (None, config.n_head):
+            return False
+        if layer.model_dump(include=set(no_options)) != no_options:
+            return False
+    if config.n_head * config.head_features != config.n_embd:
+        return False
+    if config.position.name != "learned" or config.norm != "layer" or not config.tied:
+        return False
+    return not config.logit_cap and not config.ngrams
 
 
 class _GPT2Config(Settings):
@@ -89,18 +89,19 @@ def read_gpt2_config(raw: Any) -> GPTConfig:
     Raises:
         UserError: the model is not a GPT2LMHeadModel, or differs from GPT-2 in more than its sizes.
     """
-    theirs = decode(_GPT2Config, raw)
-    expansion, rest = divmod(theirs.n_inner or 4 * theirs.n_embd, theirs.n_embd)
-    if rest:
+    gpt2 = decode(_GPT2Config, raw)
+    expansion, remainder = divmod(gpt2.n_inner or 4 * gpt2.n_embd, gpt2.n_embd)
+    if remainder:
         raise UserError(
-            f"config n_inner={theirs.n_inner}: it must be a multiple of n_embd={theirs.n_embd}"
+            f"config n_inner={gpt2.n_inner}: it must be a multiple of n_embd={gpt2.n_embd}"
         )
     parts = {
         "attention": {"name": "softmax"},
         "block": {"name": "mlp", "expansion": expansion},
-        "position": {"name": "learned", "max_len": theirs.n_positions},
+        "position": {"name": "learned", "max_len": gpt2.n_positions},
     }
-    return decode(GPTConfig, parts | {ours: getattr(theirs, name) for ours, name in _SIZES.items()})
+    sizes = {ours: getattr(gpt2, name) for ours, name in _SIZES.items()}
+    return decode(GPTConfig, parts | sizes)
 
 
 def gpt2_config(config: GPTConfig) -> dict[str, Any]:
@@ -116,11 +117,8 @@ def gpt2_config(config: GPTConfig) -> dict[str, Any]:
         **inner,
         **{name: getattr(config, ours) for ours, name in _SIZES.items()},
     }
-    dropout = {
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-    }  # our models train without dropout
+    # Our models train without dropout.
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return {
         "architectures": ["GPT2LMHeadModel"],
         **decode(_GPT2Config, raw).model_dump(),

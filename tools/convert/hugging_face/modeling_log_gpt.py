@@ -92,8 +92,9 @@ class LogGPTModel(GPT):
             x, state = self._read_row_by_row(input_ids, present, state, return_state)
         else:  # padding comes only after the texts, which cannot attend to it
             x, state = self.features(input_ids, state, return_state)
-        rows, places = (torch.arange(n, device=x.device) for n in present.shape)
+        places = torch.arange(present.shape[1], device=x.device)
         last_token = torch.where(present, places, 0).cummax(1).values
+        rows = torch.arange(len(x), device=x.device)
         return x[rows.unsqueeze(1), last_token], state
 
     def _read_row_by_row(
@@ -183,14 +184,16 @@ class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache = self.config.use_cache and not self.training
         for key in ("output_hidden_states", "output_attentions"):
             options.setdefault(key, getattr(self.config, key, False))
-        read = self.gpt(input_ids, attention_mask, past_key_values, use_cache, **options)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.gpt.logits(read.last_hidden_state[:, kept])
+        output = self.gpt(input_ids, attention_mask, past_key_values, use_cache, **options)
+        places: Any = logits_to_keep
+        if isinstance(places, int):
+            places = slice(-places, None)
+        logits = self.gpt.logits(output.last_hidden_state[:, places])
         loss = None
         if labels is not None:
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=logits.shape[-1], **options
             )
         return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=read.past_key_values
+            loss=loss, logits=logits, past_key_values=output.past_key_values
         )

@@ -69,10 +69,9 @@ def _module(match: re.Match[str]) -> str:
 def _rewritten(text: str) -> str:
     # Transformers requires every package imported outside of `try` before it loads the code, but
     # only GPUs need triton.
-    text = text.replace(
-        "import orjson\n", "import json as orjson\n"
-    )  # transformers does not come with orjson
     text = _TRITON.sub(r"try:\n    \1\nexcept ImportError:\n    pass", text)
+    # Nor does transformers come with orjson.
+    text = text.replace("import orjson\n", "import json as orjson\n")
     return _OURS.sub(_relative, text)
 
 
