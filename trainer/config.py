@@ -130,11 +130,11 @@ class TrainConfig(FixedSettings, defaults="train"):
 
     def _check_shared_sequences(self, share: int) -> None:
         """Raise ValueError if that many processes cannot share a sequence."""
-        what = f"runtime.context_parallel={share}"
+        setting = f"runtime.context_parallel={share}"
         runtime = self.runtime
-        self.model.check_constant_state(what, from_empty=True)
+        self.model.check_constant_state(setting, from_empty=True)
         if self.seq_len % share:
-            raise ValueError(f"{what} does not divide seq_len={self.seq_len}: use a divisor")
+            raise ValueError(f"{setting} does not divide seq_len={self.seq_len}: use a divisor")
         problem = None
         if runtime.strategy == "fsdp":
             problem = "runtime.strategy=fsdp: use ddp"
@@ -145,4 +145,4 @@ class TrainConfig(FixedSettings, defaults="train"):
         if runtime.micro_batch == "auto":
             problem = "runtime.micro_batch=auto: use a number, such as 1"
         if problem is not None:
-            raise ValueError(f"{what} does not work with {problem}")
+            raise ValueError(f"{setting} does not work with {problem}")
