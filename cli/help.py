@@ -13,10 +13,10 @@ def help_of(config_name: str) -> str:
     """Return the text of --help: the first comment of configs/<config_name>.yaml, groups and
     keys."""
     text = (CONFIGS / f"{config_name}.yaml").read_text(encoding="utf-8")
-    comment, _, rest = text.partition("\n\n")
+    comment, _, body = text.partition("\n\n")
     header = re.sub("^# ?", "", comment, flags=re.MULTILINE)
-    keys = DEFAULTS.sub("", rest).split("\n")
-    for file, section in re.findall(r"^  - (\w+)@(\w+)$", rest, re.MULTILINE):
+    keys = DEFAULTS.sub("", body).split("\n")
+    for file, section in re.findall(r"^  - (\w+)@(\w+)$", body, re.MULTILINE):
         lines = (CONFIGS / f"{file}.yaml").read_text(encoding="utf-8").split("\n")[1:]
         keys += [f"{section}:", *(f"  {line}" for line in lines if line)]
     groups = [] if config_name == "plan" else list(_groups(config_name))

@@ -225,7 +225,8 @@ def _settings_of_hydra(
 ) -> DictConfig:
     """Give Hydra the configuration of a sweep, with an empty entry for every key with values.
 
-    Returns it, with Hydra's own settings and the options for them.
+    Returns:
+        The configuration, with Hydra's own settings and the options for them.
     """
     logging = [{f"override hydra/{name}": "disabled"} for name in ("job_logging", "hydra_logging")]
     settings = {
@@ -243,8 +244,10 @@ def _settings_of_hydra(
 
 
 def _settings_of_plugins(chosen: DictConfig, has_values: bool) -> list[str]:
-    """Return further options that a launcher and a sweeper need. `has_values`: there is something
-    to try.
+    """Return further options that a launcher and a sweeper need.
+
+    Args:
+        has_values: whether there is something to try.
 
     Raises:
         UserError: a launcher or a sweeper cannot work with these options.
@@ -280,10 +283,9 @@ def _settings_of_plugins(chosen: DictConfig, has_values: bool) -> list[str]:
                 "folders"
             )
         if not has_values:
-            example = "'optim.max_lr=tag(log, interval(1e-3, 1e-2))'"
             raise UserError(
                 "hydra/sweeper=optuna has nothing to search: give a range or choices, such as "
-                f"{example}"
+                "'optim.max_lr=tag(log, interval(1e-3, 1e-2))'"
             )
         if "seed" in chosen.sweeper.sampler and chosen.sweeper.sampler.seed is None:
             # A restarted sweep must ask for the same jobs.

@@ -179,9 +179,9 @@ class Track:
 
 def clock(seconds: float) -> str:
     """Format seconds: 0:07, 12:30, 3:05:00."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, whole_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{whole_seconds:02}" if hours else f"{minutes}:{whole_seconds:02}"
 
 
 def table_of(texts: Iterable[str], numbers: Iterable[str] = ()) -> Table:

@@ -260,8 +260,10 @@ def check_file(path: Path, size: int, sha256: str | None = None) -> None:
     """Check the size of a file in bytes, and its sha256 if given; raises UserError."""
     actual_size = file_size(path)
     if actual_size != size:
-        what = "is missing" if actual_size is None else f"has {actual_size} bytes"
-        raise UserError(f"{path} {what}, the manifest says {size} bytes: prepare the dataset again")
+        state = "is missing" if actual_size is None else f"has {actual_size} bytes"
+        raise UserError(
+            f"{path} {state}, the manifest says {size} bytes: prepare the dataset again"
+        )
     if sha256 is None:
         return
     actual_sha256 = sha256_file(path)

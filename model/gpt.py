@@ -55,8 +55,8 @@ class MLPConfig(Settings, defaults="model/block/mlp"):
 
     name: Literal["mlp"]
     expansion: int = Field(ge=1, le=2**24)
-    """Hidden features of the MLP, as a multiple of n_embd; swiglu has two thirds of them, and as
-    many parameters."""
+    """Hidden features of the MLP, as a multiple of n_embd. swiglu has two thirds as many, and so
+    the same number of parameters."""
     activation: Literal["gelu", "swiglu", "relu2"]
     """gelu: GPT-2's, by tanh; swiglu: silu(a) b for two halves of the features (Shazeer 2020);
     relu2: relu(x)^2."""
@@ -584,10 +584,10 @@ class GPT(nn.Module):
         return_state: bool = False,
         call_layer: Callable[..., Any] = call_layer,
     ) -> Any:
-        """Sum of `token_losses`, computed with less memory. Without targets, None: for the state
-        alone.
+        """Sum of `token_losses`, computed with less memory.
 
-        `call_layer` is that of `features`.
+        Without targets the loss is None, and only the state is computed. `call_layer` is that of
+        `features`.
         """
         x, state = self.features(token_ids, state, return_state, call_layer)
         if targets is None:

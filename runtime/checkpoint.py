@@ -278,10 +278,10 @@ def _read_sums(path: Path) -> dict[str, str]:
         raise Damaged(f"{path / 'manifest.json'} is damaged: {error}") from None
     version = manifest.format_version
     if version != FORMAT_VERSION:
-        what = f"{path} has format version {version}; this program reads {FORMAT_VERSION}"
+        mismatch = f"{path} has format version {version}; this program reads {FORMAT_VERSION}"
         if _version_of_state(path) == version:
-            raise UserError(f"{what}: use another run_dir")
-        raise Damaged(what)
+            raise UserError(f"{mismatch}: use another run_dir")
+        raise Damaged(mismatch)
     if set(manifest.sha256) != set(_FILES):
         raise Damaged(f"{path / 'manifest.json'} is damaged: it must list {', '.join(_FILES)}")
     return manifest.sha256

@@ -169,7 +169,7 @@ class World:
         """Average gradients in the backward passes inside (`now`), or leave it to a later one.
 
         So gradients are sent once a step. Until then, every process holds whole gradients, also
-        with fsdp; only in steps of a single micro-batch, fsdp shards them block by block.
+        with fsdp. In a step of a single micro-batch, fsdp shards them block by block.
         """
         if isinstance(module, DistributedDataParallel):
             return contextlib.nullcontext() if now else module.no_sync()
@@ -183,7 +183,7 @@ class World:
         return tensor.full_tensor().detach() if _is_sharded(tensor) else tensor
 
     def local(self, tensor: Tensor) -> Tensor:
-        """The rows of a sharded tensor that are here, as a view; others are returned unchanged."""
+        """This process's rows of a sharded tensor, as a view; others are returned unchanged."""
         return tensor.to_local().detach() if _is_sharded(tensor) else tensor
 
     def rows(self, tensors: Mapping[str, Tensor]) -> dict[str, slice]:

@@ -60,7 +60,7 @@ class LossSums:
         self._sums.index_add_(0, keys.flatten(), figures.flatten(0, 1))
 
     def losses(self, world: World) -> list[Loss]:
-        """The loss of each key over all processes, which call this once: sums become totals."""
+        """The loss of each key over all processes. Every process must call this, and only once."""
         rows = world.sum(self._sums).tolist()
         return [Loss(nats, int(tokens), int(n_bytes)) for nats, tokens, n_bytes in rows]
 

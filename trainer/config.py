@@ -49,9 +49,9 @@ class TrainConfig(FixedSettings, defaults="train"):
     max_steps: int = Field(ge=1, lt=10**18)
     """Number of steps of the run, which the schedule spans."""
     epochs: float | None = Field(gt=0, le=10**6)
-    """Length of the run in passes over the data, instead of max_steps. In a small dataset, an epoch
-    has 30 steps where it can, of fewer than batch_tokens, and ends with an evaluation and a
-    checkpoint. null: max_steps."""
+    """Length of the run in passes over the data, instead of max_steps. On a small dataset, steps
+    have fewer than batch_tokens, so that an epoch has 30 of them where it can, and every epoch ends
+    with an evaluation and a checkpoint. null: max_steps."""
     stop_at: int | None = Field(ge=1)
     """Save and stop after this step. The schedule still spans max_steps, and there is no extra
     evaluation. null: run to max_steps."""
@@ -87,7 +87,7 @@ class TrainConfig(FixedSettings, defaults="train"):
         return ceil_div(self.batch_size * self.runtime.context_parallel, n_device)
 
     def means(self, gpt: GPT) -> float:
-        """Numbers that training stores for each parameter, besides weight and gradient."""
+        """Numbers in the optimizer's state for each parameter."""
         return self.optim.means(gpt)
 
     @property
@@ -130,11 +130,11 @@ class TrainConfig(FixedSettings, defaults="train"):
 
     def _check_shared_sequences(self, share: int) -> None:
         """Raise ValueError if that many processes cannot share a sequence."""
-        what = f"runtime.context_parallel={share}"
+        setting = f"runtime.context_parallel={share}"
         runtime = self.runtime
-        self.model.check_constant_state(what, from_empty=True)
+        self.model.check_constant_state(setting, from_empty=True)
         if self.seq_len % share:
-            raise ValueError(f"{what} does not divide seq_len={self.seq_len}: use a divisor")
+            raise ValueError(f"{setting} does not divide seq_len={self.seq_len}: use a divisor")
         problem = None
         if runtime.strategy == "fsdp":
             problem = "runtime.strategy=fsdp: use ddp"
@@ -145,4 +145,4 @@ class TrainConfig(FixedSettings, defaults="train"):
         if runtime.micro_batch == "auto":
             problem = "runtime.micro_batch=auto: use a number, such as 1"
         if problem is not None:
-            raise ValueError(f"{what} does not work with {problem}")
+            raise ValueError(f"{setting} does not work with {problem}")

@@ -34,11 +34,11 @@ def open_source(
     source = open_model(path, key="init_from")
     trained = load_tokenizer(source.path / "tokenizer.json")
     if not tokenizer.extends(trained.sha256):
-        what = f"init_from={path} was trained with the tokenizer {_described(trained)}"
+        mismatch = f"init_from={path} was trained with the tokenizer {_described(trained)}"
         remedy = "prepare the dataset with the model's tokenizer"
         if trained.extends(tokenizer.sha256):
             remedy = "a chat model goes on with data=chat"
-        raise UserError(f"{what}, and the dataset has {_described(tokenizer)}: {remedy}")
+        raise UserError(f"{mismatch}, and the dataset has {_described(tokenizer)}: {remedy}")
     model = source.state.model
     run_settings = config.model_dump(mode="json")
     source_settings = model.model_dump(mode="json")

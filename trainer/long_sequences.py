@@ -2,11 +2,11 @@
 
 Both need a model whose state has one size: all that a layer must know of earlier tokens.
 
-With runtime.sequence_chunk, memory is that of a chunk, and of a state for each. A sequence is read
-twice. The first time, from its beginning and without gradients, only the state before each chunk is
-kept. The second time, the last chunk comes first: it is read again from its state, and its backward
-pass also gives the gradient of that state, which is where the backward pass of the chunk before
-begins. The sum is the gradient of the whole sequence.
+With runtime.sequence_chunk, a step needs the memory of one chunk, and of one state for each chunk.
+A sequence is read twice. The first time, from its beginning and without gradients, only the state
+before each chunk is kept. The second time, the last chunk comes first: it is read again from its
+state, and its backward pass also gives the gradient of that state. The backward pass of the chunk
+before it begins with that gradient. The sum is the gradient of the whole sequence.
 
 With runtime.context_parallel, a process takes the state from the process before it, computes its
 chunk, and passes the state after it on. It then computes its next layer while the next process

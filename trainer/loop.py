@@ -124,8 +124,8 @@ def _say_nothing_to_train(run: Run) -> None:
         remedy = f"stop_at above {step}, or leave it out"
     elif config.schedule.longer:
         remedy += f"; without a jump of the learning rate: {config.schedule.longer}"
-    what = f"{config.run_dir} is already at step {step}: nothing to train"
-    say(f"{what}. To continue, give a {remedy}")
+    status = f"{config.run_dir} is already at step {step}: nothing to train"
+    say(f"{status}. To continue, give a {remedy}")
 
 
 @contextlib.contextmanager

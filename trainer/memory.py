@@ -57,11 +57,11 @@ def step_memory(
 ) -> Memory:
     """The memory of a step with micro-batches of `micro_batch` sequences on each of n devices.
 
-    With ddp on several devices, gradients are views of the buckets that are sent; only between the
-    first micro-batch of a step and the last, each device holds them twice. With fsdp, devices share
-    weights and optimizer, and each temporarily holds the embeddings and two whole blocks, the
-    matrices of which are in the dtype of products. It holds whole gradients from the first
-    micro-batch of a step to the last.
+    With ddp on several devices, gradients are views of the buckets that are sent. A device holds
+    them twice only between the first micro-batch of a step and the last. With fsdp, devices share
+    weights and optimizer. Each temporarily holds the embeddings and two whole blocks, with matrices
+    in the dtype of products. It holds whole gradients from the first micro-batch of a step to the
+    last.
 
     Args:
         gpt: may be on the meta device.

@@ -19,7 +19,7 @@ from runtime.distributed import World
 _RECORDS = ("config.json", "metrics.jsonl", "loss.png", "samples.txt")
 """What a run writes beside its checkpoints."""
 _ROUNDING = ("device", "dtype", "torch")
-"""What rounding depends on, of the environment."""
+"""Entries of the environment that rounding depends on."""
 
 
 def check_folder(run_dir: Path) -> None:

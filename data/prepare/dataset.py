@@ -248,10 +248,10 @@ def _check_first(config: PrepareConfig, skipped: list[Skipped], n_items: int) ->
     for reason in (NO_TEXT, NO_CONVERSATION, OUT_OF_RANGE):
         places = [item.where for item in skipped if item.reason == reason]
         if 2 * len(places) > n_items:
-            what = reason
+            problem = reason
             if reason == NO_TEXT:
-                what = f"data.text_field={config.data.model_dump()['text_field']} is missing"
+                problem = f"data.text_field={config.data.model_dump()['text_field']} is missing"
             raise UserError(
-                f"{what} in {len(places):,} of the first {n_items:,} documents "
+                f"{problem} in {len(places):,} of the first {n_items:,} documents "
                 f"(first: {places[0]}): {REMEDIES[reason]}"
             )

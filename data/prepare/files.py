@@ -68,8 +68,8 @@ def matches(pattern: str, left_out: dict[str, str]) -> list[str]:
     elif os.path.isdir(pattern):
         paths = _below(pattern, ["**"], left_out, set())
     elif os.path.exists(pattern) or pattern == "-":
-        what = "standard input" if pattern == "-" else "a pipe, a socket or a device"
-        raise UserError(f"data.path={pattern} is {what}: write its content to a file and give that")
+        name = "standard input" if pattern == "-" else "a pipe, a socket or a device"
+        raise UserError(f"data.path={pattern} is {name}: write its content to a file and give that")
     else:
         names = [*filter(None, pattern.split("/"))] or [""]
         paths = _below("/" if pattern.startswith("/") else "", names, left_out, set())
@@ -111,7 +111,7 @@ def _below(
         patterns: the names between the slashes of the glob.
         entered: real folders that were entered, and the patterns left there, as links may loop.
     """
-    pattern, *rest = patterns
+    pattern, *inner_patterns = patterns
     key = (os.path.realpath(folder), len(patterns))
     if key in entered:
         return
@@ -131,20 +131,20 @@ def _below(
     if kind is not None:
         left_out[folder or "."] = kind
         return
-    if pattern == "**" and rest:
-        yield from _below(folder, rest, left_out, entered)
+    if pattern == "**" and inner_patterns:
+        yield from _below(folder, inner_patterns, left_out, entered)
     for name in names:
         is_hidden = name.startswith(".") and not pattern.startswith(".")
         if is_hidden or not fnmatch.fnmatchcase(name, pattern):
             continue
         path = os.path.join(folder, name)
         if not os.path.isdir(path):
-            if not rest:
+            if not inner_patterns:
                 yield path
         elif pattern == "**":
             yield from _below(path, patterns, left_out, entered)
-        elif rest:
-            yield from _below(path, rest, left_out, entered)
+        elif inner_patterns:
+            yield from _below(path, inner_patterns, left_out, entered)
 
 
 def some_of(items: list[str]) -> str:
@@ -163,15 +163,15 @@ def read_lines(path: Path, count_bytes: CountBytes) -> Iterator[bytes | bytearra
     """
     line: bytearray | None = bytearray()  # the next chunk continues it; None: it is too long
     for chunk in read_bytes(path, count_bytes):
-        first, *rest = chunk.split(b"\n")
+        first, *more_lines = chunk.split(b"\n")
         if line is not None:
             line += first
             if len(line) > LONGEST_LINE:
                 line = None
-        if rest:
+        if more_lines:
             yield line
-            yield from rest[:-1]
-            line = bytearray(rest[-1])
+            yield from more_lines[:-1]
+            line = bytearray(more_lines[-1])
     if line is None or line:
         yield line
 

@@ -60,9 +60,9 @@ class LongformerAttention(SparseAttention):
     """Every token attends to a window and the global tokens by the projections q, k, v (section
     3.1, figure 2d).
 
-    The first n_global tokens are global: the result of their own projections q_g, k_g, v_g ("linear
-    projections for global attention"), which start equal to q, k, v, replaces the other. Because
-    attention is causal, global tokens attend to each other only.
+    The first n_global tokens are global. They have projections q_g, k_g, v_g of their own ("linear
+    projections for global attention"), which start equal to q, k, v. Their result by these replaces
+    that by q, k, v. Because attention is causal, global tokens attend to each other only.
     """
 
     def __init__(self, settings: LongformerConfig, n_embd: int, n_head: int, head_dim: int) -> None:

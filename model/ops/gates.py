@@ -29,8 +29,8 @@ class Gates(NamedTuple):
     """(n, B, H, C, 1): for what a query reads from the state before the chunk."""
     end: Tensor | None
     """(n, B, H, C, 1): for what a key adds to the state after the chunk."""
-    kept: Tensor | None
-    """(n, B, H, 1, 1): for the state before the chunk in the state after it."""
+    decay: Tensor | None
+    """(n, B, H, 1, 1): what the state after the chunk keeps of the state before it."""
 
     def weigh(self, scores: Tensor) -> Tensor:
         """Multiply scores (n, B, H, C, C) by `within`, in place."""
@@ -65,7 +65,7 @@ def gates_of(log_f: Tensor) -> Gates:
     last = a[..., -1:, :]
     start = a.exp().to(dtype)
     end = (last - a).exp().to(dtype)
-    kept = last.exp().to(dtype)
+    decay = last.exp().to(dtype)
     if log_f.device.type == "cpu" and last.amin() > -_REACH[dtype]:
         within = start * (-a).exp().to(dtype).mT  # faster than exponentials of differences
     else:
@@ -77,8 +77,8 @@ def gates_of(log_f: Tensor) -> Gates:
         within = within * (n_resets == n_resets.mT)
         start = start * (n_resets == 0)
         end = end * (n_resets == n_last)
-        kept = kept * (n_last == 0)
-    return Gates(within.tril(), start, end, kept)
+        decay = decay * (n_last == 0)
+    return Gates(within.tril(), start, end, decay)
 
 
 def resets_of(log_f: Tensor) -> Tensor | None:

@@ -105,9 +105,9 @@ def _step(
     1, d_v)."""
     S, z = state
     if log_f is not None:
-        kept = log_f[:, :, 0].exp()  # (B, H, 1)
-        S = S * kept.unsqueeze(-1)
-        z = z * kept
+        decay = log_f[:, :, 0].exp()  # (B, H, 1)
+        S = S * decay.unsqueeze(-1)
+        z = z * decay
     S = S + f_k.mT * v
     z = z + f_k[:, :, 0]
     return f_q @ S, f_q @ z.unsqueeze(-1), LinearAttentionState(S, z)
@@ -128,8 +128,8 @@ def _chunks(
     to_end = times(k, gates.end)
     S = torch.cat([state.S.unsqueeze(2), to_end.mT @ v], dim=2)  # (B, H, N + 1, d, d_v)
     z = torch.cat([state.z.unsqueeze(2), to_end.sum(3)], dim=2).unsqueeze(-1)  # (B, H, N + 1, d, 1)
-    S = _sums(S, gates.kept)
-    z = _sums(z, gates.kept)
+    S = _sums(S, gates.decay)
+    z = _sums(z, gates.decay)
     A = q @ k.mT  # (B, H, N, C, C)
     A = A.tril() if gates.within is None else A * gates.within
     from_start = times(q, gates.start)
@@ -140,12 +140,12 @@ def _chunks(
     return sums.flatten(2, 3)[:, :, :T], norms.flatten(2, 3)[:, :, :T], last
 
 
-def _sums(x: Tensor, kept: Tensor | None) -> Tensor:
+def _sums(x: Tensor, decay: Tensor | None) -> Tensor:
     """The sum before each chunk and after the last, given the first and each chunk's update: (B, H,
     N + 1, d, .)."""
-    if kept is None:
+    if decay is None:
         return running_sum(x, 2)
     sums = [x[:, :, 0]]
     for n in range(x.shape[2] - 1):
-        sums.append(sums[-1] * kept[:, :, n] + x[:, :, n + 1])
+        sums.append(sums[-1] * decay[:, :, n] + x[:, :, n + 1])
     return torch.stack(sums, 2)

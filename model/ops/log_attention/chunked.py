@@ -204,7 +204,7 @@ def _step(inputs: Inputs, frames: Frames, M: Tensor, tokens: slice, chunks: slic
     e_k, e_v = keys_and_values(inputs, tokens, frames)
     from_start = times(e_q, gates.start)
     to_end = times(e_k, gates.end)
-    M = _carry(M, to_end.mT @ e_v, gates.kept, frames.factor)
+    M = _carry(M, to_end.mT @ e_v, gates.decay, frames.factor)
     A = gates.weigh(e_q @ e_k.mT)
     sums = _add_product(from_start @ M[:-1], A, e_v)
     return _Step(frames, gates, e_q, e_k, e_v, from_start, to_end, M, A, sums)
@@ -305,14 +305,14 @@ def _step_backward(
     g_q = _add_product(times(g_sums @ M[:-1].mT, gates.start), g_A, e_k).mul_(e_q)
     # Keys and values are read by the queries of their chunk, and by later chunks through M.
     g_read = from_start.mT @ g_sums  # (n, B, H, d_k, E): of M, through the chunk's queries
-    g_M, g_before = _carry_back(g_read, g, gates.kept, frames.factor)
+    g_M, g_before = _carry_back(g_read, g, gates.decay, frames.factor)
     g_k = _add_product(g_A.mT @ e_q, times(e_v, gates.end), g_M.mT).mul_(e_k)
     g_v = _add_product(A.mT @ g_sums, to_end, g_M).mul_(e_v)[..., :-1]
     write(gradients.q[:, :, tokens], g_q)
     write(gradients.k[:, :, tokens], g_k)
     write(gradients.log_v[:, :, tokens], g_v)
     if log_f is not None and gradients.log_f is not None:
-        g_between = times(g_M, gates.kept)[1:] + g_read[1:]
+        g_between = times(g_M, gates.decay)[1:] + g_read[1:]
         g_next = torch.cat([g_between, g.unsqueeze(0)])  # of M after each chunk
         g_after = (g_next * M[1:]).sum(-1).unsqueeze(3)  # (n, B, H, 1, d_k)
         log_f = frames.split(log_f[:, :, tokens], 0.0)
@@ -350,27 +350,27 @@ def _backward_again(
             gradient[heads] = head_gradients.to(gradient.dtype)
 
 
-def _carry(M: Tensor, updates: Tensor, kept: Tensor | None, factor: Tensor) -> Tensor:
+def _carry(M: Tensor, updates: Tensor, decay: Tensor | None, factor: Tensor) -> Tensor:
     """Return M before each of these chunks and after the last, (n + 1, B, H, d_k, E), each in its
     chunk's frame.
 
     Args:
         M: before the first chunk.
         updates: (n, B, H, d_k, E), the chunks' e_k^T e_v.
-        kept: Gates.kept.
+        decay: Gates.decay.
         factor: Frames.factor.
     """
     Ms = M.new_empty(len(updates) + 1, *M.shape)
     Ms[0] = M
     for n, update in enumerate(updates):
-        torch.add(_kept(Ms[n], kept, n), update, out=Ms[n + 1])
+        torch.add(_decayed(Ms[n], decay, n), update, out=Ms[n + 1])
         if n < len(factor):
             Ms[n + 1].mul_(factor[n])
     return Ms
 
 
 def _carry_back(
-    g_read: Tensor, g: Tensor, kept: Tensor | None, factor: Tensor
+    g_read: Tensor, g: Tensor, decay: Tensor | None, factor: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return gradients of M after each chunk (n, B, H, d_k, E), in its own frame, and before the
     first.
@@ -384,13 +384,13 @@ def _carry_back(
         g_M[n] = g
         if n < len(factor):
             g_M[n].mul_(factor[n])
-        g = _kept(g_M[n], kept, n) + g_read[n]
+        g = _decayed(g_M[n], decay, n) + g_read[n]
     return g_M, g
 
 
-def _kept(M: Tensor, kept: Tensor | None, n: int) -> Tensor:
-    """What gates keep of M in chunk n."""
-    return M if kept is None else M * kept[n]
+def _decayed(M: Tensor, decay: Tensor | None, n: int) -> Tensor:
+    """M times the decay of chunk n."""
+    return M if decay is None else M * decay[n]
 
 
 def _add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:

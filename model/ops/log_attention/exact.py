@@ -196,15 +196,17 @@ def _states(tiles: _Tiles, log_s: Tensor) -> Tensor:
     _, k, log_v, log_f = tiles
     _, N, C, d_k = k.shape
     size = max(1, _LARGEST // (C * d_k * log_v.shape[-1]))  # heads at a time
-    # What is kept at the chunk's end of what was there before a token, (G, N, C, 1).
-    kept = running_sum(log_f.flip(2), 2).flip(2)
-    k = k + pad(kept[:, :, 1:], (0, 0, 0, 1))
+    # Sum of log_f from each token to its chunk's end, (G, N, C, 1).
+    log_decay = running_sum(log_f.flip(2), 2).flip(2)
+    k = k + pad(log_decay[:, :, 1:], (0, 0, 0, 1))
     states = [log_s]
     for n in range(N):
         sums = []
         for k_n, v_n in zip(k[:, n].split(size), log_v[:, n].split(size), strict=True):
             sums.append(torch.logsumexp(k_n.unsqueeze(-1) + v_n.unsqueeze(-2), dim=1))
-        states.append(torch.logaddexp(states[-1] + kept[:, n, 0].unsqueeze(-1), torch.cat(sums)))
+        states.append(
+            torch.logaddexp(states[-1] + log_decay[:, n, 0].unsqueeze(-1), torch.cat(sums))
+        )
     return torch.stack(states, 1)
 
 

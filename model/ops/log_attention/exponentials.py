@@ -84,8 +84,8 @@ class Frames(NamedTuple):
     chunks: slice
     """The indices of these chunks."""
     lost: Tensor | None
-    """(B, H): with gates, whether a head forgets so much in a chunk that numbers overflow or
-    underflow."""
+    """(B, H): whether a head's gates forget so much in a chunk that numbers overflow or underflow;
+    None: no gates."""
 
     def at(self, chunks: slice) -> "Frames":
         """Return the frames of some chunks."""
@@ -108,22 +108,22 @@ def frames_of(inputs: Inputs) -> Frames:
     log_z = log_s[..., -1]  # (B, H, d_k)
     # Of log_v, over the state's tokens: (B, H, E - 1).
     mean = (log_s[..., :-1] - finite(log_s[..., -1:])).amax(2)
-    kept = None
+    log_decay = None
     if inputs.log_f is not None:
         log_f = split(inputs.log_f.to(log_s.dtype), C, 0.0)  # (N, B, H, C, 1)
         # A reset leaves frames as they are: what follows it is rarely so much smaller.
-        kept = without(log_f, resets_of(log_f)).sum(3)  # (N, B, H, 1)
-    key = _frames_of_chunks(log_z, inputs.k, C, kept)
+        log_decay = without(log_f, resets_of(log_f)).sum(3)  # (N, B, H, 1)
+    key = _frames_of_chunks(log_z, inputs.k, C, log_decay)
     value = _frames_of_chunks(mean, inputs.log_v, C, None)
     value = pad(value, (0, 1))  # the normalizer's column is 0
     key_steps = key[:-1] - finite(key[1:])
     value_steps = value[:-1] - finite(value[1:])
     lost = None
-    if kept is not None:
+    if log_decay is not None:
         # What a chunk's keys lost to underflow grows with the frame's steps: it must stay far below
         # CERTAIN.
         shrinks = (key_steps > _LARGEST_STEP[key_steps.dtype]).any(-1).any(0)
-        forgets = (kept < -HEAD_REACH[kept.dtype]).any(-1).any(0)
+        forgets = (log_decay < -HEAD_REACH[log_decay.dtype]).any(-1).any(0)
         lost = shrinks | forgets
     return Frames(
         key=key.unsqueeze(3),
@@ -136,20 +136,19 @@ def frames_of(inputs: Inputs) -> Frames:
     )
 
 
-def _frames_of_chunks(before: Tensor, x: Tensor, C: int, kept: Tensor | None) -> Tensor:
+def _frames_of_chunks(before: Tensor, x: Tensor, C: int, log_decay: Tensor | None) -> Tensor:
     """Return the frames (N, B, H, D) of tokens x (B, H, T, D), which include all earlier tokens.
 
     Args:
         before: (B, H, D), the largest logarithm in the state.
-        kept: (N, B, H, 1), what gates keep of earlier tokens in a chunk, apart from resets; None:
-            all.
+        log_decay: (N, B, H, 1), the sum of log_f over each chunk, without resets; None: no gates.
     """
     top = maxima(x, C).to(before.dtype)  # (N, B, H, D)
     largest = torch.cat([before[None], top])  # (1 + N, B, H, D)
-    if kept is None:
+    if log_decay is None:
         largest = largest.cummax(0).values
     else:
-        total = running_sum(kept.double().clamp(min=-1e9), 0)
+        total = running_sum(log_decay.double().clamp(min=-1e9), 0)
         total = pad(total, (0, 0) * 3 + (1, 0))
         largest = total + (largest - total).cummax(0).values
     return frame_above(torch.maximum(largest[:-1], top).to(before.dtype) / LN2)

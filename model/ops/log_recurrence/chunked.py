@@ -40,10 +40,10 @@ def forward(log_p: Tensor, h: Tensor, start: Tensor) -> Tensor:
         torch.logaddexp(local[:, :, t - 1] + log_p[:, :, t], h[:, :, t], out=local[:, :, t])
         A[:, :, t] += A[:, :, t - 1]  # not cumsum, which is not deterministic on GPUs
     last = local[:, :, -1].double()  # (B, N, D)
-    kept = log_p.double().sum(2)
+    log_decay = log_p.double().sum(2)
     carried = [start.double()]  # s before each chunk
     for n in range(N - 1):
-        carried.append(torch.logaddexp(last[:, n], kept[:, n] + carried[-1]))
+        carried.append(torch.logaddexp(last[:, n], log_decay[:, n] + carried[-1]))
     A.add_(torch.stack(carried, 1).to(A.dtype).unsqueeze(2))
     s = torch.logaddexp(local, A)
     return s.flatten(1, 2)[:, :T].contiguous()
@@ -57,9 +57,9 @@ def backward(
     previous = torch.cat([start.unsqueeze(1), s[:, :-1]], dim=1)
     a = (wide_p + previous - s).exp_()  # (B, T, D): share of s_{t-1} in s_t
     first = s[:, :: min(CHUNK, s.shape[1])].double()  # (B, N, D)
-    kept = _chunk(wide_p.roll(-1, 1), 0.0).double().sum(2)
+    log_decay = _chunk(wide_p.roll(-1, 1), 0.0).double().sum(2)
     # Share of a chunk's first s in the next chunk's first.
-    across = (kept[:, :-1] + first[:, :-1] - first[:, 1:]).exp_()
+    across = (log_decay[:, :-1] + first[:, :-1] - first[:, 1:]).exp_()
     g = _reverse_linear_recurrence(pad(a[:, 1:], (0, 0, 0, 1)), g_s, across)
     g_p = g * a
     g_h = g.mul_((h.to(s.dtype) - s).exp_())

@@ -241,8 +241,10 @@ def _block_mask(pattern: Pattern, T: int, device: torch.device) -> Any:
 
 
 def _document_block_mask(pattern: Pattern, starts: Tensor) -> Any:
-    """The mask of a pattern that is by distance, in each document: numbers of documents ascend in a
-    row of tokens."""
+    """Return the mask of a pattern by distance, in each document.
+
+    Numbers of documents ascend in a row of tokens.
+    """
     T = starts.shape[1]
     device = starts.device
     number = starts.cumsum(1, dtype=torch.int32)  # (B, T)
