@@ -75,7 +75,7 @@ def command(
 
     def work(config: JsonDict, only_check: bool = False) -> float | None:
         nonlocal has_begun
-        function: Command = resolve_name(run)
+        function: Callable[..., float | None] = resolve_name(run)
         kind = resolve_name(settings) if settings else _arguments(function)
         decoded = decode(kind, _with_texts(config, texts))
         if only_check:
@@ -160,6 +160,7 @@ def _run(
     overrides = []
     for option in flags.options:
         key = option.partition("=")[0]
+        # Hydra would read a text's special characters. `_with_texts` puts it in its place later.
         overrides.append(f"{key}=null" if key in texts else option)
     if flags.multirun:
         folder = run_sweep(config_name, overrides, flags.config_dir, run, debug)

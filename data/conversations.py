@@ -102,7 +102,7 @@ class Conversations:
         return self._sets
 
     def spans(self, row: int) -> Spans:
-        """Return where the conversations of a row are in the split; their tokens are targets."""
+        """Return where the conversations of a row are in the split. Targets are among them."""
         numbers = slice(self._firsts[row], self._firsts[row + 1])
         return list(zip(self._starts[numbers].tolist(), self._stops[numbers].tolist(), strict=True))
 

@@ -94,7 +94,7 @@ class TrainBatches:
         self.mixture = Mixture(self.rows.owners(), names, weights, self.seed)
 
     def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
-        """Return rows [start, stop) of the global batch `step`.
+        """Return rows [start, stop) of the global batch `step`, counted from 0.
 
         Returns:
             token_ids and targets, int64 (stop - start, seq_len).

@@ -3,8 +3,8 @@
 Any step can be computed alone.
 
 owners      A window belongs to the set that most of its tokens are from, computed at the start from
-            the indexes of the shards. In memory, a window takes about five bytes, and eight more
-            during the start.
+            the indexes of the shards. In memory, a window takes at most four bytes, and more during
+            the start.
 quotas      Sequences of each set in a period. A set's share of the sequences is its weight times
             the number of its windows, divided by the sum over sets.
 fair_order  The set of each sequence, such that every count is always less than 1 off its share: a
@@ -30,7 +30,7 @@ from data.permutation import shuffled
 from data.shards import TokenStream
 
 PERIOD = 1_000_000
-"""The order of sets repeats after at most this many sequences.
+"""The order of sets repeats after about this many sequences, or fewer.
 
 Shares without such a small common denominator are rounded to millionths.
 """

@@ -3,8 +3,8 @@
 Many texts go through the model in one batch (continuous batching), and each can join and leave
 between two steps. The engine works in turns. Each turn
 
-    1. reads the tokens drawn in the turn before, in one forward pass;
-    2. admits waiting texts, first come, first served, while there are places;
+    1. admits waiting texts, first come, first served, while there are places;
+    2. reads the tokens drawn in the turn before, in one forward pass;
     3. reads their prompts, each after its longest prefix in a cache: all of them, or, with
        `interleave`, one chunk of one prompt, so that a long prompt delays neither the other texts
        nor other prompts;
@@ -170,7 +170,7 @@ class Engine:
     def turn(self) -> None:
         """Draw a token of every text whose prompt is read.
 
-        An error in one text ends that text alone: see `fail`.
+        An error in one text ends that text alone: see `_failing`.
         """
         self._admit()
         self._read_drawn()
@@ -277,7 +277,7 @@ class Engine:
 
 
 def stream(engine: Engine, generation: Generation) -> Iterator[str]:
-    """Run the engine until this text ends, and yield the update of each turn.
+    """Run the engine until this text ends, and yield the text that each turn adds.
 
     Other texts advance too.
 

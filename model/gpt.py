@@ -331,7 +331,7 @@ class GPTConfig(Settings):
 
     @property
     def n_vocab_padded(self) -> int:
-        """Rows of the embedding, which is also the number of logits."""
+        """Rows of the embedding, with padding."""
         return ceil_div(self.n_vocab, self.pad_vocab) * self.pad_vocab
 
     def new_norm(self) -> nn.Module:

@@ -11,8 +11,8 @@ A checkpoint is a folder `step-00001000` with
 
 It is written under another name, synced, and renamed: a crash leaves nothing half-written under a
 checkpoint's name. The sums detect later damage, and the previous checkpoint is used. `latest` and
-`best` beside the checkpoints are text files that hold a checkpoint's name, for people; a run is
-resumed from the newest checkpoint that is whole.
+`best` beside the checkpoints are text files that hold a checkpoint's name: a command can be given
+them. A run is resumed from the newest checkpoint that is whole.
 """
 
 import contextlib
@@ -93,7 +93,7 @@ class Digests(Settings):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk, verified when it was opened."""
+    """A checkpoint on disk. The files that were asked for were verified when it was opened."""
 
     path: Path
     state: TrainState

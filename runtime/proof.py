@@ -183,8 +183,9 @@ def use(gpt: GPT, form: Form) -> None:
 
 
 def gradients(gpt: GPT, token_ids: Tensor, targets: Tensor, runtime: Runtime) -> Gradients:
-    """Return the mean loss and its gradient, as a training step computes them.
+    """Return the summed loss, as a training step computes it, and its gradient.
 
+    Both are divided by the number of targets. Targets that do not count are among them.
     Each matrix of a fused weight has its own gradient: those of q and v would hide that of k.
     """
     with runtime.autocast():

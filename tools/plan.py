@@ -235,8 +235,9 @@ def run_plan(config: PlanConfig) -> None:
     n_groups = config.n_device // config.runtime.context_parallel
     if config.batch_size % n_groups:
         share = config.share_of(config.n_device)
+        sharers = "devices" if n_groups == config.n_device else "groups of devices"
         say(
-            f"{config.batch_size:,} sequences do not divide among {n_groups:,} devices, and some "
+            f"{config.batch_size:,} sequences do not divide among {n_groups:,} {sharers}, and some "
             f"wait for those with {share:,}: make batch_tokens a multiple of "
             f"{n_groups * config.seq_len:,}"
         )

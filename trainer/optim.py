@@ -67,6 +67,7 @@ class AdamWConfig(Settings, defaults="optim/adamw"):
             members.setdefault((is_vector, factors[p].adamw), []).append(p)
         groups = []
         for is_vector, scale in sorted(members):
+            # The rate is multiplied by `scale`, and the product of rate and decay stays.
             weight_decay = 0.0 if is_vector else self.weight_decay / scale
             group = {"params": members[is_vector, scale], "scale": scale}
             groups.append({**group, "weight_decay": weight_decay})

@@ -12,7 +12,7 @@ from common.settings import Settings
 
 
 class _Schedule(Settings):
-    """Linear warm-up from 0, then constant."""
+    """The base of all schedules: linear warm-up, then what `after_warmup` says."""
 
     longer: ClassVar[str | None] = "start a run of that length in another run_dir"
     """How to train longer than a finished run without a jump of the rate; None: by max_steps."""

@@ -31,7 +31,8 @@ from trainer.samples import read_prompt
 from trainer.step import SummedLoss
 
 _MAY_DIFFER: Any = {"run_dir": True, "dataset_dir": True, "tracker": True, "runtime": {"device"}}
-"""Settings of each process: where it finds the same files, and what only the main process uses."""
+"""Settings that may differ between processes: where they find the same files, what only the main
+process uses, and the device, which `join_world` compares."""
 
 
 @dataclass
@@ -242,7 +243,8 @@ def build_model(
 def prove(run: Run) -> None:
     """Run the model in the fastest form whose gradient is right on this GPU, as proof.py finds it.
 
-    With fsdp, a process has no gradient of its own: the main process proves a model of two blocks.
+    With fsdp, a process has no gradient of its own: the main process proves a model of two blocks,
+    or of as many as the attention pattern has.
     """
     config = run.config
     world = run.world
@@ -288,7 +290,7 @@ def prove(run: Run) -> None:
 def _choose_micro_batch(run: Run) -> int:
     """The configured size, or the largest that fits.
 
-    A run chooses only once, because rounding depends on it.
+    A run chooses once for each device and number of processes, because rounding depends on it.
     """
     config = run.config
     world = run.world

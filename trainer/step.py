@@ -25,7 +25,7 @@ def local_micro_batches(
     """This process's share of the batch of a step."""
     first = group.index * batches.batch_size // group.count
     stop = (group.index + 1) * batches.batch_size // group.count
-    # Micro-batches are as equal as possible; the last may be smaller.
+    # Micro-batches have one size; the last may be smaller.
     n_micro_batches = ceil_div(stop - first, micro_batch)
     size = ceil_div(stop - first, n_micro_batches)
     splits = []  # of token ids, and of targets

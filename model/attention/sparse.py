@@ -30,7 +30,7 @@ _SAMPLES = 256  # queries whose keys are counted to estimate the operations
 
 
 class SlidingWindowConfig(SharedHeadSettings, defaults="model/attention/sliding_window"):
-    """The last `window` keys with the query's own; with dilation, every (dilation + 1)-th key."""
+    """The last `window` keys, the query's own included; with dilation, every (dilation + 1)-th."""
 
     name: Literal["sliding_window"]
     constant_state: ClassVar[bool] = True
