@@ -143,8 +143,8 @@ def recurrence_backward(
     b = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     s_start = tl.load(start + b * D + d, mask=d < D, other=0.0)
-    log_p += b * p_batch + d[None, :]
-    h += b * h_batch + d[None, :]
+    log_p = log_p + b * p_batch + d[None, :]
+    h = h + b * h_batch + d[None, :]
     dense = b * T * D + d[None, :]
     # The gradient that reaches the token after these, and its s: infinity, so that nothing after
     # the last token counts.
