@@ -41,12 +41,15 @@ from model.ops.log_attention.triton_kernels import backward_sweep, forward_sweep
 from model.ops.triton_launch import launching
 
 # Powers of two by which a frame can shrink after a chunk, without gates and with them.
-FEW, MANY = 24, 40
+FEW = 24
+MANY = 40
 
 # In units of a chunk's time: a sweep with OWN, by instructions of both passes for compute
 # capability 9.0 (4,679 of 10,123 for the flagship, 2,112 of 4,146 for heads of 32), and estimates:
 # joining a segment, launching such a sweep.
-OWN_PART, JOIN, START = 0.5, 0.25, 4.0
+OWN_PART = 0.5
+JOIN = 0.25
+START = 4.0
 
 
 def triton_log_attention(
@@ -108,9 +111,8 @@ def _attend(
     """Return log_y, the state after, and tensors for the backward pass: see `_empty_results`."""
     inputs = _Tensors(q, k, log_v, log_f, log_s, log_z)
     P = _constants(inputs)
-    log_y, log_s_after, log_z_after, *saved, doubtful = results = _empty_results(
-        inputs, want_state, save
-    )
+    results = _empty_results(inputs, want_state, save)
+    log_y, log_s_after, log_z_after, *saved, doubtful = results
     outputs = Outputs(_tokens(log_y), Sums(log_s_after, log_z_after) if want_state else None)
     fast, exact = (_saved(*saved), _exact(*saved)) if save else (None, None)
     counter = recomputed_tiles("forward", q.device)
@@ -146,9 +148,13 @@ def _empty_results(
     (B H, N + 1, blocks): whether each tile of queries, and the last state, is doubtful, by block of
     value columns.
     """
-    q, log_v, P = inputs.q, inputs.log_v, _constants(inputs)
-    (B, H, T, d_k), d_v = q.shape, log_v.shape[3]
-    G, acc = B * H, accumulation_dtype(q)
+    q = inputs.q
+    log_v = inputs.log_v
+    P = _constants(inputs)
+    B, H, T, d_k = q.shape
+    d_v = log_v.shape[3]
+    G = B * H
+    acc = accumulation_dtype(q)
     slots = ceil_div(T, P.C) + 1 if save else 0
     slots += -slots % P.SPAN
     return (
@@ -305,11 +311,20 @@ def _operand(inputs: _Tensors) -> torch.dtype:
 
 def _constants(inputs: _Tensors) -> Constants:
     q, k, log_v, log_f, *_ = inputs
-    d_k, d_v, acc, operand = q.shape[3], log_v.shape[3], accumulation_dtype(q), _operand(inputs)
-    narrow, wide = operand == torch.bfloat16, acc == torch.float64
+    d_k = q.shape[3]
+    d_v = log_v.shape[3]
+    acc = accumulation_dtype(q)
+    operand = _operand(inputs)
+    narrow = operand == torch.bfloat16
+    wide = acc == torch.float64
     # The columns of a program: fewer for wide types, because of the multiprocessor's shared memory.
-    columns = 16 if wide else 64 if narrow or d_k <= 64 else 32
-    span, z_span = (torch.float64.itemsize // dtype.itemsize for dtype in (operand, acc))
+    columns = 64 if narrow or d_k <= 64 else 32
+    operand_type = tl.bfloat16 if narrow else tl.float32
+    precision = "tf32" if q.dtype == k.dtype == torch.float16 else "tf32x3"
+    if wide:
+        columns = 16
+        operand_type = tl.float64
+        precision = "ieee"
     shrinks = FEW if log_f is None else MANY
     return Constants(
         D_K=d_k,
@@ -318,14 +333,14 @@ def _constants(inputs: _Tensors) -> Constants:
         BV=max(16, triton.next_power_of_2(min(d_v, columns))),
         BLOCKS=ceil_div(d_v, columns),
         C=CHUNK if narrow or d_k <= 32 else CHUNK // 2,
-        OPERAND=tl.float64 if wide else tl.bfloat16 if narrow else tl.float32,
+        OPERAND=operand_type,
         ACC=tl.float64 if wide else tl.float32,
-        PRECISION="ieee" if wide else "tf32" if q.dtype == k.dtype == torch.float16 else "tf32x3",
-        CERTAIN=CERTAIN[acc]
-        * 2.0 ** (shrinks - FEW),  # what a frame rounded to 0 is this much larger in the next
+        PRECISION=precision,
+        # What a frame rounded to 0 is this much larger in the next.
+        CERTAIN=CERTAIN[acc] * 2.0 ** (shrinks - FEW),
         SHRINKS=shrinks,
-        SPAN=span,
-        Z_SPAN=z_span,
+        SPAN=torch.float64.itemsize // operand.itemsize,
+        Z_SPAN=torch.float64.itemsize // acc.itemsize,
     )
 
 
@@ -344,8 +359,11 @@ def _segments(inputs: _Tensors, P: Constants, most: int) -> Segments | None:
     """Allocate what segments add to the state; None for a single sweep. `most` is that of
     `triton_log_attention`."""
     q, _, log_v, log_f, *_ = inputs
-    (B, H, T, d_k), d_v, acc = q.shape, log_v.shape[3], accumulation_dtype(q)
-    G, N = B * H, ceil_div(T, P.C)
+    B, H, T, d_k = q.shape
+    d_v = log_v.shape[3]
+    acc = accumulation_dtype(q)
+    G = B * H
+    N = ceil_div(T, P.C)
     chunks = ceil_div(N, most or fastest_segments(G * P.BLOCKS, N, _programs_at_once(q.device, P)))
     S = ceil_div(N, chunks)  # none is empty
     if S == 1:

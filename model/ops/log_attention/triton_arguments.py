@@ -211,12 +211,12 @@ def heads_of(x, g, P: tl.constexpr):
 @triton.jit
 def gradients_of(to, program, P: tl.constexpr):
     """Head g of all gradients, and the program's part of those that are sums over all values."""
-    g, part = program.g, program.part
-    q, k = packed_head(to.q, part, to.T, to.H, P.D_K), packed_head(to.k, part, to.T, to.H, P.D_K)
-    log_v, log_f = (
-        packed_head(to.log_v, g, to.T, to.H, P.D_V),
-        packed_head(to.log_f, part, to.T, to.H, 1),
-    )
+    g = program.g
+    part = program.part
+    q = packed_head(to.q, part, to.T, to.H, P.D_K)
+    k = packed_head(to.k, part, to.T, to.H, P.D_K)
+    log_v = packed_head(to.log_v, g, to.T, to.H, P.D_V)
+    log_f = packed_head(to.log_f, part, to.T, to.H, 1)
     return Inputs(q, k, log_v, log_f, state_of(to.state, g, part, P), to.H, to.T)
 
 

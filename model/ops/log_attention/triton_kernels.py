@@ -91,7 +91,8 @@ def forward_sweep(x, outputs, saved, doubtful, segments, OWN: tl.constexpr, P: t
         gates = gates_of(x.log_f, n, x.T, P)
         k_n = load_chunk(x.k, n, x.T, program.d, NOTHING, P.D_K, P)  # (C, BK)
         v_n = load_chunk(x.log_v, n, x.T, program.e, NOTHING, P.D_V, P)  # (C, BV)
-        key_before, value_before = key, value
+        key_before = key
+        value_before = value
         key = tl.maximum(key, frame_of(tl.max(k_n, 0) * LOG2E, P.OPERAND))
         value = tl.maximum(value, frame_of(tl.max(v_n, 0) * LOG2E, P.OPERAND))
         if x.log_f is not None:
@@ -127,7 +128,8 @@ def forward_sweep(x, outputs, saved, doubtful, segments, OWN: tl.constexpr, P: t
             key_in_chunk = key
             key = after_gates(key, z, P)
             decay = forgotten(gates, key_in_chunk, key, P)
-            M, z = M * decay[:, None], z * decay
+            M = M * decay[:, None]
+            z = z * decay
 
     if OWN:
         _save(
@@ -264,10 +266,12 @@ def _after_segments(state, x, segments, program, P: tl.constexpr):
     own = _slots_of(segments.own, program.g, P)
     for s in range(tl.program_id(1)):
         log_f = gates_of_segment(x, segments, s, program.g)
-        key_before, value_before = key, value
+        key_before = key
+        value_before = value
         M_s, z_s, key_s, value_s = _saved(own, s, program, P)
         if log_f is None:
-            key, value = tl.maximum(key, key_s), tl.maximum(value, value_s)
+            key = tl.maximum(key, key_s)
+            value = tl.maximum(value, value_s)
         else:
             key = tl.maximum(frame_of(key + log_f * LOG2E, P.OPERAND), key_s)
             # Of columns without values in the segment.
@@ -290,7 +294,8 @@ def _before_segments(g, x, saved, segments, program, P: tl.constexpr):
     for i in range(last - tl.program_id(1)):
         s = last - i
         log_f = gates_of_segment(x, segments, s, program.g)
-        key_after, value_after = key, value
+        key_after = key
+        value_after = value
         _, _, key, value = _saved(saved, s * segments.chunks, program, P)
         own_M, own_z = load_state(_own_gradients(segments, program, P), s, program, 0.0, P)
         decay, value_decay = _across(key, key_after, value, value_after, log_f)
@@ -303,7 +308,8 @@ def _before_segments(g, x, saved, segments, program, P: tl.constexpr):
 def _own_gradients(segments, program, P: tl.constexpr):
     """Where the gradients of a program's segments are: each block of value columns has its part of
     the normalizer's."""
-    own, keys = segments.own.state, segments.own.slots * P.D_K
+    own = segments.own.state
+    keys = segments.own.slots * P.D_K
     return Sums(own.s + program.g * keys * P.D_V, own.z + program.part * keys)
 
 
@@ -426,7 +432,8 @@ def _visible_terms(k, v, key_before, value_before, gates, P: tl.constexpr):
         first_v = tl.minimum(tl.min(tl.where(values, rows[:, None], P.C), 0), before_v)
         return rows[:, None] >= first_v[None, :], rows >= first_k
     else:
-        segment, start = gates.segment, gates.segment == 0
+        segment = gates.segment
+        start = segment == 0
         # (C, C).
         visible = (segment[:, None] == segment[None, :]) & (rows[:, None] >= rows[None, :])
         # Without `once`, Triton 3.7 does not compile it for 64 keys and 32 values on compute
