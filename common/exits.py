@@ -1,7 +1,7 @@
 """How a command ends: what the exit statuses mean. cli/command.py chooses one.
 
-Its exit status is 0 (done), 1 (an error that a person must fix), AGAIN, or 128 + n (killed by
-signal n).
+The exit status is 0 (done), 1 (an error that a person must fix), WRONG_OPTIONS, AGAIN, or 128 + n
+(killed by signal n).
 """
 
 import contextlib
