@@ -66,6 +66,7 @@ def test_a_commands_own_configuration_lists_every_field(root):
 
 
 @pytest.mark.parametrize("member", MEMBERS)
+@pytest.mark.slow
 def test_every_member_of_every_group_composes_and_lists_every_field(member):
     group, _, name = member.rpartition("/")
     root = "prepare" if group in ("data", "tokenizer") else "train"

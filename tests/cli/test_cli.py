@@ -119,6 +119,7 @@ def test_a_sweep_trains_every_job_in_a_directory_of_its_own(command, tiny_args, 
     assert len(weights) == 4
 
 
+@pytest.mark.slow
 def test_a_job_is_named_by_what_the_jobs_differ_in(command, dataset_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.loop.fit", lambda config: config.run_dir.mkdir(parents=True))
     monkeypatch.setattr("tools.report.show_runs", lambda folder: None)

@@ -102,6 +102,7 @@ def goes_to_work(command, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("script", WORK)
+@pytest.mark.slow
 def test_the_commands_of_a_help_and_of_a_docstring_reach_their_work(command, goes_to_work, script):
     pytest.importorskip(NEEDS.get(script, "torch"))
     docstring = ast.get_docstring(ast.parse((ROOT / f"{script}.py").read_text()), clean=False)
@@ -122,6 +123,7 @@ def write_run(folder):
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.slow
 def test_what_make_train_says_is_next_reaches_its_work(goes_to_work, tmp_path):
     recipe = ["make", "-n", "--no-print-directory", "-o", ".venv/installed", "train"]
     lines = subprocess.run(recipe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()

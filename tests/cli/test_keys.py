@@ -51,6 +51,7 @@ def commands():
     return found
 
 
+@pytest.mark.slow
 def test_a_wrong_value_of_any_key_is_one_line(commands):
     sections, refused = set().union(*(sections_in(cls) for cls, _ in commands.values())), 0
     fields = {f"{name} {field}": (name, field) for cls in sections for name, field in cls.model_fields.items()}
@@ -90,6 +91,7 @@ def test_a_number_is_a_name_where_a_text_is_expected(command, name):
     assert "invalid choice: 'run_dir'" in command("eval", "--cfg", "run_dir", "checkpoint=x").err
 
 
+@pytest.mark.slow
 def test_home_is_a_tilde(command, tmp_path, dataset_dir, tiny_args, monkeypatch):
     """In a run's and a dataset's folder, in a sweep's, and where a run goes on by its folder."""
     monkeypatch.setenv("HOME", str(tmp_path))

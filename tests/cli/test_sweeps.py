@@ -99,6 +99,7 @@ def test_a_killed_sweep_goes_on_where_it_was(command, tiny_args, tmp_path, monke
     assert weights(run) == weights(tmp_path / "unbroken")
 
 
+@pytest.mark.slow
 def test_a_finished_sweep_is_found_again_without_its_source_and_with_one_more_fixed_option(
     command, tiny_args, tmp_path
 ):
@@ -115,7 +116,8 @@ def test_a_finished_sweep_is_found_again_without_its_source_and_with_one_more_fi
     assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir()) == ["seed=1", "seed=2"]
 
 
-OPTUNA = ["hydra/sweeper=optuna", "hydra/sweeper/sampler=grid", "seed=choice(1, 2)"]
+SEARCH = "hydra/sweeper=optuna"
+OPTUNA = [SEARCH, "hydra/sweeper/sampler=grid", "seed=choice(1, 2)"]
 
 
 @pytest.mark.slow
@@ -144,7 +146,7 @@ def begun(folder):
 def optuna_args(tiny_args):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     search = ["optim.max_lr=tag(log, interval(1e-3, 1e-1))", "model/position=choice(none, log_recurrence)"]
-    sweeper = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"]
+    sweeper = [SEARCH, "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"]
     return ["-m", *(arg for arg in tiny_args if "max_lr" not in arg), *sweeper, *search]
 
 
@@ -173,13 +175,18 @@ def test_a_search_goes_on_after_failed_runs_and_names_them(command, optuna_args,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["hydra/launcher=joblib", "hydra.launcher.n_jobs=0"], "hydra.launcher.n_jobs=0 starts no worker: use 1"),
-        (["hydra/launcher=submitit_slurm"], "submitit_slurm needs srun"),
         (["seed=range(0,0)"], "seed=range(0,0) names no value: write seed=a,b for a run with each"),
         (["run_dir=", "seed=1,2"], "run_dir is empty, or this folder: give one for the sweep"),
-        (["hydra/sweeper=optuna", "hydra.sweeper.n_trials=0", "seed=choice(1,2)"], "n_trials=0 is too few: use 1 or"),
-        (["hydra/sweeper=optuna", "optim.max_lr=1e-3"], "hydra/sweeper=optuna has nothing to search: give a range"),
-        (["hydra/sweeper=optuna", "hydra.sweeper.storage=sqlite:///x.db"], "hydra.sweeper.storage is not needed"),
+        *(
+            pytest.param(options, message, marks=pytest.mark.slow)
+            for options, message in [
+                (["hydra/launcher=joblib", "hydra.launcher.n_jobs=0"], "n_jobs=0 starts no worker: use 1"),
+                (["hydra/launcher=submitit_slurm"], "submitit_slurm needs srun"),
+                ([SEARCH, "hydra.sweeper.n_trials=0", "seed=choice(1,2)"], "n_trials=0 is too few: use 1 or"),
+                ([SEARCH, "optim.max_lr=1e-3"], "hydra/sweeper=optuna has nothing to search: give a range"),
+                ([SEARCH, "hydra.sweeper.storage=sqlite:///x.db"], "hydra.sweeper.storage is not needed"),
+            ]
+        ),
     ],
 )
 def test_a_sweep_that_cannot_be_is_one_line(command, tiny_args, tmp_path, options, message):
@@ -195,9 +202,14 @@ def test_a_sweep_that_cannot_be_is_one_line(command, tiny_args, tmp_path, option
     [
         (["optim.max_lr=3e-4,abc"], "job optim.max_lr=abc: config optim.max_lr='abc': Input should be a"),
         (["seed=1,2", "model.n_head=2,3"], "job model.n_head=3 seed=1: config model: n_embd=16 is not divis"),
-        (["init_from=null,/no/such"], "init_from=/no/such does not exist: give a run directory"),
-        (["seq_len=16,64000", "batch_tokens=64000"], "job seq_len=64000: seq_len=64000 needs 64001 tokens"),
-        (["hydra/sweeper=optuna", "seed=choice(1,2)", "optim.max_lr=choice(1e-3,1e-2,-1)"], "optim.max_lr=-1:"),
+        *(
+            pytest.param(options, message, marks=pytest.mark.slow)
+            for options, message in [
+                (["init_from=null,/no/such"], "init_from=/no/such does not exist: give a run directory"),
+                (["seq_len=16,64000", "batch_tokens=64000"], "job seq_len=64000: seq_len=64000 needs 64001 tokens"),
+                ([SEARCH, "seed=choice(1,2)", "optim.max_lr=choice(1e-3,1e-2,-1)"], "optim.max_lr=-1:"),
+            ]
+        ),
     ],
 )
 def test_a_mistake_in_one_job_is_said_before_the_first_is_trained(command, tiny_args, tmp_path, options, message):
@@ -267,10 +279,15 @@ LOGGING = '{version: 1, formatters: {x: {"()": shutil.copyfile, src: SOURCE, dst
     ("settings", "options"),
     [
         (f"hydra: {{callbacks: {{x: {COPY}}}, job_logging: {LOGGING}, hydra_logging: {LOGGING}}}", []),
-        (f"hydra: {{sweeper: {{params: {COPY}, max_batch_size: 1}}}}", SWEEP),
-        ("hydra: {mode: MULTIRUN, sweep: {dir: MARKER}, overrides: {task: ['seed=3,4']}}", []),
-        (f"hydra: {{callbacks: {{x: {COPY}}}, overrides: {{hydra: ['x={COPY}']}}}}", SWEEP),
-        ("defaults: [override /hydra/launcher: joblib, override /hydra/sweeper: optuna]", SWEEP),
+        *(
+            pytest.param(settings, options, marks=pytest.mark.slow)
+            for settings, options in [
+                (f"hydra: {{sweeper: {{params: {COPY}, max_batch_size: 1}}}}", SWEEP),
+                ("hydra: {mode: MULTIRUN, sweep: {dir: MARKER}, overrides: {task: ['seed=3,4']}}", []),
+                (f"hydra: {{callbacks: {{x: {COPY}}}, overrides: {{hydra: ['x={COPY}']}}}}", SWEEP),
+                ("defaults: [override /hydra/launcher: joblib, override /hydra/sweeper: optuna]", SWEEP),
+            ]
+        ),
     ],
 )
 def test_what_a_strangers_file_sets_for_hydra_has_no_effect(

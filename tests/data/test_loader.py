@@ -104,6 +104,7 @@ def test_every_member_of_a_permutation_has_one_place(n):
     assert np.array_equal(permute(inverse(places, n, "1/2"), n, "1/2"), places)
 
 
+@pytest.mark.slow
 def test_a_trillion_tokens_and_1024_ranks():
     n_tokens, seq_len, ranks, share = 10**12, 1024, 1024, 64
     batch_size = ranks * share
@@ -142,6 +143,7 @@ def test_numbers_do_not_overflow_at_the_end_of_a_long_run():
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not tell which files are mapped")
+@pytest.mark.slow
 def test_memory_does_not_grow_however_much_is_read(make_stream):
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, 999, 2**20).astype(np.uint16) for _ in range(8)]

@@ -74,6 +74,7 @@ def rows_to_sample(draw_from):
 
 @settings(max_examples=200, deadline=None)
 @given(rows_to_sample())
+@pytest.mark.slow
 def test_no_setting_that_is_accepted_gives_anything_but_its_definition(row):
     logits, raw = row
     sampling = decode(SamplingConfig, raw)

@@ -191,6 +191,7 @@ def own_tasks_alone(monkeypatch):
 
 
 @pytest.mark.usefixtures("own_tasks_alone")
+@pytest.mark.slow
 def test_the_command_runs_tasks_of_every_kind(command, trained, tasks):
     run_dir = trained({})
     gpt, tokenizer = load_model(run_dir)

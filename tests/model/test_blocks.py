@@ -106,6 +106,7 @@ def test_convolutions_have_autocasts_type():
     assert ((y - wanted).abs() <= 6 * 2**-9 * sizes).all()  # x and w are rounded, and each of four sums
 
 
+@pytest.mark.slow
 def test_gradients_do_not_stack_sums_over_tokens():  # see causal_conv: for GPUs, torch compiles these wrongly
     graphs, x = [], torch.randn(2, 40, 12, dtype=torch.float64)
     backend = aot_autograd(fw_compiler=lambda graph, _: graphs.append(graph) or graph.forward)

@@ -45,7 +45,7 @@ def results_and_gradients(attend, leaves, **options):
     ("backend", "form", "scale"),
     [
         *itertools.product(["naive", "chunked"], ["causal", "full"], [1, 5, 20, 80, 200]),
-        pytest.param("triton", "causal", 1, marks=INTERPRETED),
+        pytest.param("triton", "causal", 1, marks=[INTERPRETED, pytest.mark.slow]),
         pytest.param("triton", "causal", 80, marks=[INTERPRETED, pytest.mark.slow]),
         pytest.param("triton", "causal", 200, marks=[INTERPRETED, pytest.mark.slow]),
     ],

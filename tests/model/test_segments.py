@@ -67,6 +67,7 @@ def test_segments_give_the_numbers_of_the_definition_twice_with_the_same_bits(T,
         assert ((one - exact).abs() <= ROUNDINGS * eps * unit).all()
 
 
+@pytest.mark.slow
 def test_a_frame_that_shrinks_between_segments_loses_no_gradient():
     """Many large keys decay by nearly as much as a frame can shrink in a chunk, and keys beside them count as much."""
     q, k, log_v, log_f, log_s, log_z = (x[:, :1] for x in inputs(192, 0.0, d_k=1, d_v=1))

@@ -85,6 +85,7 @@ def nanogpt(tmp_path):
 @pytest.mark.parametrize(
     ("call", "why"), [([os.abort], "terminated abruptly"), ([int, "x"], "ValueError: invalid literal")]
 )
+@pytest.mark.slow
 def test_a_process_that_crashes_is_an_error_like_others(call, why):
     with pytest.raises(RuntimeError, match=why):
         harness.in_own_process(*call)

@@ -54,6 +54,7 @@ def test_a_small_model_is_proved(small):
     assert doctor.prove_model(["model.n_layer=2", "runtime.dtype=float32"]) == doctor.AGREES
 
 
+@pytest.mark.slow
 def test_a_proof_that_crashes_its_process_is_a_finding(monkeypatch):
     monkeypatch.setattr(doctor, "FLAGSHIP", ["model=flagship_1m"])
     monkeypatch.setattr(doctor, "OTHERS", ())

@@ -44,6 +44,7 @@ def test_any_text_has_the_same_ids(text):
         assert other.decode(ids) == text
 
 
+@pytest.mark.slow
 def test_real_text_has_tiktokens_ids(gpt2_ranks):
     tokenizer = build_tokenizer(GPT2Config(name="gpt2", path=gpt2_ranks))
     text = "".join(path.read_text() for path in (*ROOT.glob("docs/*.md"), *ROOT.glob("data/*.py")))
@@ -59,6 +60,7 @@ TALKS = [
 
 
 @pytest.mark.parametrize("inner", [SMALL, BYTES, HFTokenizer(SMALL_JSON)], ids=["gpt2", "bytes", "hf"])
+@pytest.mark.slow
 def test_the_chat_template_gives_our_ids(inner, tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[hf]'")
     tokenizer = ChatTokenizer(inner)
@@ -89,6 +91,7 @@ def test_the_chat_template_gives_our_ids(inner, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bytes", "chat", "hf", "hf+chat"])
+@pytest.mark.slow
 def test_what_is_written_is_read_back(name, tmp_path, gpt2_ranks):
     tokenizer = HFTokenizer(SMALL_JSON) if name.startswith("hf") else BYTES
     if name == "gpt2":

@@ -81,6 +81,7 @@ def of_its_own(folder):
 
 
 @pytest.mark.parametrize("change", [lambda folder: None, of_its_own], ids=["bytes", "its own vocabulary"])
+@pytest.mark.slow
 def test_training_goes_on_by_the_commands_that_are_printed(folder, tmp_path, command, change):
     change(folder)
     run_dir = tmp_path / "it's again (1)"

@@ -34,6 +34,7 @@ def tiny_plan(tiny):
     return build
 
 
+@pytest.mark.slow
 def test_a_table_for_people_fits_a_terminal(command):
     result = command("scripts/plan", "experiment=pile_125m", "device=a100-40gb", "n_device=8", "mfu=0.4")
     assert result.status == 0, result.err

@@ -177,6 +177,7 @@ def test_markers_begin_as_the_mean_of_the_trained_ids(base, chat, tmp_path, tied
     assert first < second <= first + math.log(262 / 257) + 1e-12
 
 
+@pytest.mark.slow
 def test_a_model_without_rows_for_the_markers_is_refused_in_one_line(
     base, chat, tiny_args, chat_dir, command, tmp_path
 ):

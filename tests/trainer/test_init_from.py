@@ -62,6 +62,7 @@ def test_what_does_not_fit_is_refused(tiny, make_dataset, rank_file, tmp_path):
             fit(tiny(begun | changes))
 
 
+@pytest.mark.slow
 def test_the_model_need_not_be_given(tiny_args, command, tmp_path):
     """It is that of init_from, except for what is given, whatever the experiment or the default is."""
     assert command("train", *tiny_args, "stop_at=2").status == 0

@@ -103,6 +103,7 @@ def allocated_peak(gpt, dtype, accumulated=True):
         ("log_space", "mlp", {"n_vocab": 257, "n_embd": 128}, torch.bfloat16, False),  # and here a backward pass
     ],
 )
+@pytest.mark.slow
 def test_the_peak_is_what_torch_allocates(attention, block, changes, dtype, accumulated, monkeypatch):
     monkeypatch.setitem(linear_cross_entropy.CHUNK, "cpu", 2**25)
     monkeypatch.setattr(chunked, "STEP", 2**16)  # some MB for an operator at work, which count in small models only

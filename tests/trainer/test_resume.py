@@ -119,6 +119,7 @@ def test_a_jump_of_the_learning_rate_is_said_before_the_first_step(tiny, capsys,
     assert bool(said) == (before != "0"), "from 0 to 0 nothing changes"
 
 
+@pytest.mark.slow
 def test_wsd_continued_from_before_its_decay_is_the_longer_run(tiny, tmp_path, capsys):
     wsd = {"schedule": {"name": "wsd", "warmup_steps": 2, "decay": 0.5}, "checkpoint": {"every": 2, "keep_every": 2}}
     fit(tiny(wsd))

@@ -21,6 +21,7 @@ def samples(run_dir):
     return dict(text.split("\n", 1) for text in texts[1:])
 
 
+@pytest.mark.slow
 def test_samples_are_printed_and_written_and_training_stays_as_it_is(tiny, tmp_path, capsys):
     sampled = {"eval.prompt": PROMPT}
     fit(tiny({"run_dir": tmp_path / "plain"}))

@@ -158,6 +158,7 @@ class Deadly(FileSource):
         return super().parse(raw)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_an_error(encode):
     with pytest.raises(UserError, match="a worker process was killed, perhaps because memory ran out"):
         encode(Deadly(), workers=2)

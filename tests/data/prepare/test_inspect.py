@@ -75,6 +75,7 @@ def tokens_of(corpus):
 
 @pytest.mark.parametrize("mixture", [None, {"A": 3, "B": 0}])
 @pytest.mark.usefixtures("restored_torch")
+@pytest.mark.slow
 def test_provenance_of_a_run(inspect, dataset, tokens_of, tiny, monkeypatch, mixture):
     """The tokens that a run was trained on are those of the documents named."""
     trained = {}

@@ -36,6 +36,7 @@ def parsed(source, after=None):
 COMPRESS = {".gz": gzip.compress, ".zst": zstandard.compress}
 
 
+@pytest.mark.slow
 def test_stdlib_has_no_tests_and_no_installed_packages():
     source = StdlibSource(name="stdlib")
     texts = {item.content for item in parsed(source) if isinstance(item, Document)}
