@@ -8,7 +8,6 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from common.console import say_once
 from common.settings import UserError
@@ -20,7 +19,7 @@ from model.attention.base import (
 )
 from model.attention.cache import attend_to_all
 from model.ops.custom import accumulation_dtype, aligned, assume_constant_result, running_sum
-from model.ops.sparse_attention.attend import forgetting_attention
+from model.ops.sparse_attention.attend import dense_attention, forgetting_attention, repeated
 
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -111,8 +110,8 @@ class SoftmaxAttention(MultiHeadAttention):
         with torch.autocast(q.device.type, enabled=False):
             cache, before = state or (None, 0.0)
             a = running_sum(log_f.double(), 2) + before  # (B, H, T, 1)
-            k = self.repeated(k.to(wide))  # a is that of a query head
-            v = self.repeated(v.to(wide))
+            k = repeated(k.to(wide), self.n_head)  # a is that of a query head
+            v = repeated(v.to(wide), self.n_head)
             q_wide, k = self._with_gates(q.to(wide), k, a)
             v = aligned(v, self.head_dim + 4)
             scale = self.head_dim**-0.5
@@ -173,11 +172,10 @@ def _kernel_in_use(
 
 
 def _runs(name: str, q: Tensor, kv: Tensor) -> bool:
-    gqa = kv.shape[1] < q.shape[1]
     try:
         # torch warns why it cannot.
         with warnings.catch_warnings(action="ignore"), sdpa_kernel(_KERNELS[name]):
-            scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=gqa)
+            dense_attention(q, kv, kv, is_causal=True)
     except RuntimeError:
         return False
     return True
