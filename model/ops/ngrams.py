@@ -68,20 +68,21 @@ def ngram_followers(
     document = number[:, None, -1 - T :]
     last_document = number[:, None, -1:]
     slots, hashes = _hashes(ids, number, lengths, spare)  # (B, lengths, 1 + T): from recent's last
+    is_string = slots < spare
     # A string, and the token after it.
     entries = (hashes[..., :T] << _ID_BITS) + token_ids.unsqueeze(1)
 
-    # What followed: the previous string in its slot tells, or else the table, which is the first
-    # document's. Each document has slots of its own.
+    # What followed: the previous string in the same slot tells, or else the table, which is the
+    # first document's. Each document has slots of its own.
     previous, following = _neighbours(slots + document * (spare + 1))
     stored = table.gather(2, slots).masked_fill(document > 0, _NONE)
     latest = entries.gather(2, previous.clamp(min=0)).where(previous >= 0, stored)
-    is_same_string = (slots < spare) & (latest >> _ID_BITS == hashes)
+    is_same_string = is_string & (latest >> _ID_BITS == hashes)
     followers = followers_in(latest).where(is_same_string, _NONE)[..., 1:]
 
     # Write the last string of each slot. The string that ends at T has no follower yet.
     is_last = (following < 0) | (following == T)
-    is_written = (is_last & (slots < spare) & (document == last_document))[..., :T]
+    is_written = (is_last & is_string & (document == last_document))[..., :T]
     if starts is not None:
         table = table.masked_fill(last_document > 0, _NONE)
     written_slots = slots[..., :T].where(is_written, spare)
@@ -96,8 +97,8 @@ def followers_in(table: Tensor) -> Tensor:
 
 
 def _neighbours(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """For each of the last dimension: the indices of the latest earlier one with the same key, and
-    of the next; -1: there is none."""
+    """For each key (B, lengths, n): where the same key occurred last, and where it occurs next; -1:
+    nowhere."""
     order = keys.argsort(stable=True)
     rank = order.argsort()
     in_order = keys.gather(2, order)
