@@ -65,6 +65,7 @@ def cross_entropy_kernel(
             for start in range(0, V, BLOCK):
                 tl.store(row + start + columns, tl.zeros([BLOCK], ACC), mask=start + columns < V)
     else:
+        # log_z, the logsumexp: `total` is relative to exp(top), the largest logit so far.
         top = tl.full([], _NOTHING, ACC)
         total = tl.full([], 0.0, ACC)
         for start in range(0, V, BLOCK):
