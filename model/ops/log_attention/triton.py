@@ -369,14 +369,14 @@ def _segments(inputs: _Tensors, P: Constants, most: int) -> Segments | None:
     if S == 1:
         return None
     shapes = (G, S, d_k, d_v), (G * P.BLOCKS, S, d_k), (G, S, d_k), (G, S, d_v)
-    own = _saved(*(q.new_empty(shape, dtype=acc) for shape in shapes))
+    slots = _saved(*(q.new_empty(shape, dtype=acc) for shape in shapes))
     if log_f is None:
         # Nothing reads it. Triton 3.6 cannot compare a tuple that holds None with None.
-        sums = own.key
+        sums = slots.key
     else:
         padded = pad(log_f.to(acc), (0, 0, 0, S * chunks * P.C - T))
         sums = padded.unflatten(2, (S, -1)).sum(3).reshape(G, S)
-    return Segments(own, sums, chunks)
+    return Segments(slots, sums, chunks)
 
 
 def _programs_at_once(device: torch.device, P: Constants) -> int:

@@ -292,8 +292,8 @@ def _slot_of(states, n, program, P: tl.constexpr):
 @triton.jit
 def any_of(flags, count):
     """Whether one of `count` flags in memory is set."""
-    found = 0
+    is_set = 0
     for start in range(0, count, 1024):
         n = start + tl.arange(0, 1024)
-        found |= tl.max(tl.load(flags + n, mask=n < count, other=0).to(tl.int32), 0)
-    return found
+        is_set |= tl.max(tl.load(flags + n, mask=n < count, other=0).to(tl.int32), 0)
+    return is_set

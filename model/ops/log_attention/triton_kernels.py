@@ -107,14 +107,14 @@ def forward_sweep(x, outputs, saved, doubtful, segments, OWN: tl.constexpr, P: t
         state = _after_chunk(scaled, e_k, e_v, gates, left_k, left_v, P)
 
     if OWN:
-        own = _slots_of(segments.own, program.g, P)
-        _save(own, tl.program_id(1), state, program, P)
+        slots = _slots_of(segments.own, program.g, P)
+        _save(slots, tl.program_id(1), state, program, P)
     elif stop == N:
         if saved is not None:
             _save(saved, N, state, program, P)
         lost = 0
         if outputs.state is not None:
-            lost = _write_last_state(outputs.state, state, program, P)
+            lost = _write_final_state(outputs.state, state, program, P)
         tl.store(doubtful + N * P.BLOCKS, lost)
 
 
@@ -165,7 +165,7 @@ def _after_chunk(state, e_k, e_v, gates, left_k, left_v, P: tl.constexpr):
 
 
 @triton.jit
-def _write_last_state(to, state, program, P: tl.constexpr):
+def _write_final_state(to, state, program, P: tl.constexpr):
     """Write the logarithm of a state, and return whether it is doubtful."""
     M, z, key, value = state
     has_key = key > NOTHING
@@ -195,7 +195,7 @@ def backward_sweep(g_of, x, saved, doubtful, to, segments, OWN: tl.constexpr, P:
     saved = _slots_of(saved, program.g, P)
 
     first, stop = chunks_of(segments, N)
-    g = _grad_of_last_state(None if OWN else g_of.state, saved, N, program, P)
+    g = _grad_of_final_state(None if OWN else g_of.state, saved, N, program, P)
     if segments is not None and not OWN:
         g = _before_segments(g, x, saved, segments, program, P)
     g_M, g_z, key, value = g
@@ -214,8 +214,8 @@ def backward_sweep(g_of, x, saved, doubtful, to, segments, OWN: tl.constexpr, P:
 
         # log_y = log(sums / z_sums), and sums = e_q M + A e_v.
         g_n = load_chunk(g_y, n, x.T, program.e, 0.0, P.D_V, P)  # (C, BV)
-        g_sums = _over(g_n, sums)
-        g_z_sums = _over(-tl.sum(g_n, 1), z_sums)
+        g_sums = _divide(g_n, sums)
+        g_z_sums = _divide(-tl.sum(g_n, 1), z_sums)
         g_read = times(g_sums, gates.start).to(P.OPERAND)  # of e_q M
         g_z_read = times(g_z_sums, gates.start)
         g_sums = g_sums.to(P.OPERAND)
@@ -223,7 +223,7 @@ def backward_sweep(g_of, x, saved, doubtful, to, segments, OWN: tl.constexpr, P:
         g_A = weigh(g_A, within).to(P.OPERAND)  # (C, C)
 
         # The gradient of M: from the state after the chunk to the one before it.
-        g_M, g_z, g_after, key, value = _in_frames_of(n, g_M, g_z, saved, gates, program, P)
+        g_M, g_z, g_after, key, value = _grad_in_frames_of(n, g_M, g_z, saved, gates, program, P)
         if not OWN:
             g_rows = _write_grad_of_keys_and_values(
                 to, n, x.T, e_q, e_k, e_v, to_end, A, g_A, g_sums, g_M, g_z, gates, program, P
@@ -248,21 +248,21 @@ def backward_sweep(g_of, x, saved, doubtful, to, segments, OWN: tl.constexpr, P:
 
 
 @triton.jit
-def _grad_of_last_state(g_state, saved, N, program, P: tl.constexpr):
+def _grad_of_final_state(g_state, saved, N, program, P: tl.constexpr):
     """Return the gradient of M and z after the last chunk, and their frames; 0 if g_state is
     None."""
     M, z, key, value = _saved(saved, N, program, P)
     g_M, g_z = empty(0.0, P.ACC, P)
     if g_state is not None:
         g_s, g_norm = load_state(g_state, program.g, program, 0.0, P)
-        g_M = _over(g_s, M.to(P.ACC))
+        g_M = _divide(g_s, M.to(P.ACC))
         if program.block == 0:
-            g_z = _over(g_norm, z)
+            g_z = _divide(g_norm, z)
     return State(g_M, g_z, key, value)
 
 
 @triton.jit
-def _in_frames_of(n, g_M, g_z, saved, gates, program, P: tl.constexpr):
+def _grad_in_frames_of(n, g_M, g_z, saved, gates, program, P: tl.constexpr):
     """Return g_M and g_z in the frames of chunk n, given those in the frames after it.
 
     Also their product with the state after the chunk, summed over values (BK,), and the frames.
@@ -315,25 +315,25 @@ def _write_grad_of_queries(
 def _after_segments(state, x, segments, program, P: tl.constexpr):
     """Return the state before this program's segment, given that before the first."""
     M, z, key, value = state
-    own = _slots_of(segments.own, program.g, P)
+    slots = _slots_of(segments.own, program.g, P)
     for s in range(tl.program_id(1)):
         log_f = gates_of_segment(x, segments, s, program.g)
         key_before = key
         value_before = value
-        M_s, z_s, key_s, value_s = _saved(own, s, program, P)
+        M_s, z_s, key_s, value_s = _saved(slots, s, program, P)
         if log_f is None:
             key = tl.maximum(key, key_s)
             value = tl.maximum(value, value_s)
         else:
             key = tl.maximum(frame_of(key + log_f * LOG2E, P.OPERAND), key_s)
-            # Of columns without values in the segment.
+            # A column without values in the segment keeps its frame, unless there is a reset.
             value_left = tl.where(log_f > NOTHING, value, NOTHING)
             value = tl.where(value_s > NOTHING, tl.maximum(value, value_s), value_left)
         decay, value_decay = _across(key_before, key, value_before, value, log_f)
-        own_decay = power_of_two(key_s - finite(key))
+        decay_s = power_of_two(key_s - finite(key))
         M = M * decay[:, None] * value_decay[None, :]
-        M += M_s * own_decay[:, None] * power_of_two(value_s - finite(value))[None, :]
-        z = z * decay + z_s * own_decay
+        M += M_s * decay_s[:, None] * power_of_two(value_s - finite(value))[None, :]
+        z = z * decay + z_s * decay_s
     return State(M, z, key, value)
 
 
@@ -349,10 +349,10 @@ def _before_segments(g, x, saved, segments, program, P: tl.constexpr):
         key_after = key
         value_after = value
         _, _, key, value = _saved(saved, s * segments.chunks, program, P)
-        own_M, own_z = load_state(_own_gradients(segments, program, P), s, program, 0.0, P)
+        g_M_s, g_z_s = load_state(_own_gradients(segments, program, P), s, program, 0.0, P)
         decay, value_decay = _across(key, key_after, value, value_after, log_f)
-        g_M = g_M * decay[:, None] * value_decay[None, :] + own_M
-        g_z = g_z * decay + own_z
+        g_M = g_M * decay[:, None] * value_decay[None, :] + g_M_s
+        g_z = g_z * decay + g_z_s
     return State(g_M, g_z, key, value)
 
 
@@ -360,9 +360,9 @@ def _before_segments(g, x, saved, segments, program, P: tl.constexpr):
 def _own_gradients(segments, program, P: tl.constexpr):
     """Where the gradients of a program's segments are: each block of value columns has its part of
     the normalizer's."""
-    own = segments.own.state
+    state = segments.own.state
     keys = segments.own.slots * P.D_K
-    return Sums(own.s + program.g * keys * P.D_V, own.z + program.part * keys)
+    return Sums(state.s + program.g * keys * P.D_V, state.z + program.part * keys)
 
 
 @triton.jit
@@ -487,43 +487,43 @@ def _visible_terms(x, n, before, gates, program, P: tl.constexpr):
     that no reset hides. `before` has the frames before the chunk."""
     k = _keys(x, n, program, P)  # loaded again to save registers
     log_v = _values(x, n, program, P)
-    rows = tl.arange(0, P.C)
-    alive = tl.max((k != NOTHING).to(tl.int32), 1) > 0  # (C,); NaN is alive
-    values = alive[:, None] & (log_v != NOTHING)
-    # 0 if earlier tokens are terms, else C.
+    t = tl.arange(0, P.C)
+    has_key = tl.max((k != NOTHING).to(tl.int32), 1) > 0  # (C,); NaN is a term
+    has_value = has_key[:, None] & (log_v != NOTHING)
+    # 0 if tokens before the chunk are terms, else C.
     before_k = tl.where(tl.max(before.key, 0) > NOTHING, 0, P.C)
     before_v = tl.where(before.value > NOTHING, before_k, P.C)  # (BV,)
-    if gates.each is None:  # all from the first on
-        first_k = tl.minimum(tl.min(tl.where(alive, rows, P.C), 0), before_k)
-        first_v = tl.minimum(tl.min(tl.where(values, rows[:, None], P.C), 0), before_v)
-        return rows[:, None] >= first_v[None, :], rows >= first_k
+    if gates.each is None:  # all queries from the first term on
+        first_k = tl.minimum(tl.min(tl.where(has_key, t, P.C), 0), before_k)
+        first_v = tl.minimum(tl.min(tl.where(has_value, t[:, None], P.C), 0), before_v)
+        return t[:, None] >= first_v[None, :], t >= first_k
     else:
         segment = gates.segment
-        start = segment == 0
-        # (C, C).
-        visible = (segment[:, None] == segment[None, :]) & (rows[:, None] >= rows[None, :])
+        sees_before = segment == 0
+        # (C, C): no reset is between query and key.
+        visible = (segment[:, None] == segment[None, :]) & (t[:, None] >= t[None, :])
         # Without `once`, Triton 3.7 does not compile it for 64 keys and 32 values on compute
         # capability 8.0. Triton's interpreter takes the bits of a truth value for those of a
         # bfloat16, unless they pass through another type.
-        visible_1 = once(visible.to(P.ACC).to(P.OPERAND), P)
-        values_1 = once(values.to(P.ACC).to(P.OPERAND), P)
-        terms = product(visible_1, values_1, P) > 0.0
-        z_terms = tl.max((visible & alive[None, :]).to(tl.int32), 1) > 0
-        terms |= start[:, None] & (before_v == 0)[None, :]
-        z_terms |= start & (before_k == 0)
+        sees = once(visible.to(P.ACC).to(P.OPERAND), P)
+        values = once(has_value.to(P.ACC).to(P.OPERAND), P)
+        terms = product(sees, values, P) > 0.0
+        z_terms = tl.max((visible & has_key[None, :]).to(tl.int32), 1) > 0
+        terms |= sees_before[:, None] & (before_v == 0)[None, :]
+        z_terms |= sees_before & (before_k == 0)
         return terms, z_terms
 
 
 @triton.jit
 def _lacks_something(sums, z_sums, terms, z_terms, n, x, program, P: tl.constexpr):
     """Whether a sum with terms is doubtful. An empty sum is 0, and certain."""
-    real = (n * P.C + tl.arange(0, P.C) < x.T)[:, None] & (program.e < P.D_V)[None, :]
+    here = (n * P.C + tl.arange(0, P.C) < x.T)[:, None] & (program.e < P.D_V)[None, :]
     small = is_doubtful(sums, P.CERTAIN) & terms
     small |= (is_doubtful(z_sums, P.CERTAIN) & z_terms)[:, None]
-    return _largest((small & real).to(tl.int32))
+    return _largest((small & here).to(tl.int32))
 
 
 @triton.jit
-def _over(a, b):
+def _divide(a, b):
     """a / b; 0 for an empty sum b."""
     return tl.where(b == 0.0, 0.0, a * reciprocal(b))
