@@ -139,23 +139,24 @@ def owners_of_windows(
             many at a time.
     """
     owners = np.empty(n_windows, np.uint8 if n_sets <= 2**8 else np.uint16)
-    # Rows of (window * n_sets + set, tokens), for the window in which the last documents end.
-    unfinished = np.empty((0, 2), np.int64)
+    # A pair is window * n_sets + set. The last window of some documents goes on in the next ones.
+    unfinished = (np.empty(0, np.int64), np.empty(0, np.int64))
     begin = 0
     for ends, sets in documents:
         borders = np.arange((begin // seq_len + 1) * seq_len, ends[-1], seq_len)
         # Between two cuts, all tokens are of one document and one window.
         cuts = np.union1d(ends, borders)
-        sizes = np.diff(cuts, prepend=begin)
         windows = (cuts - 1) // seq_len
         pairs = windows * n_sets + sets[np.searchsorted(ends, cuts)]
-        overlaps = np.concatenate([unfinished, np.stack([pairs, sizes], axis=1)])
-        unfinished = overlaps[overlaps[:, 0] // n_sets == windows[-1]]
-        pairs, index = np.unique(overlaps[:, 0], return_inverse=True)
-        tokens_of_pair = np.bincount(index, weights=overlaps[:, 1])
-        pairs = pairs[np.argsort(tokens_of_pair, kind="stable")]
+        pairs = np.concatenate([unfinished[0], pairs])
+        n_tokens = np.concatenate([unfinished[1], np.diff(cuts, prepend=begin)])
+        pairs, index = np.unique(pairs, return_inverse=True)
+        n_tokens = np.bincount(index, weights=n_tokens)
+        is_unfinished = pairs // n_sets == windows[-1]
+        unfinished = (pairs[is_unfinished], n_tokens[is_unfinished])
+        # The largest set of a window is written last, and remains.
+        pairs = pairs[np.argsort(n_tokens, kind="stable")]
         pairs = pairs[pairs < n_windows * n_sets]
-        # The largest set of a window comes last and remains.
         owners[pairs // n_sets] = pairs % n_sets
         begin = int(ends[-1])
     return owners

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -264,70 +264,84 @@ def join_world(device: torch.device, timeout: timedelta = _DEFAULT_TIMEOUT) -> I
     rank, size = _read_environment()
     device = _device_of_rank(device)
     console.quiet = rank != 0
-    hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store: dist.Store | None = None
     abort = False
     try:
-        store = _connect(hosts_store, size, timeout)
-        # First, because processes that differ may be unable to form a group.
-        versions = {"code": code_digest(), "torch": torch.__version__, "device": device.type}
-        _refuse_differences(_exchange_in(store, rank, size, versions))
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=size,
-            timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
-        )
+        store = _connect(rank, size, timeout)
+        _form_group(store, device, rank, size, timeout)
         yield World(device, rank, size, timeout)
     except BaseException as error:
-        stops_on_request = isinstance(error, SystemExit) and error.code in (None, 0, AGAIN)
-        abort = device.type == "cuda" and not stops_on_request
         # The frames hold the module, which must be gone before the group.
         _forget_frames(error)
-        if not _is_lost_peer(error):
-            if store is not None and not stops_on_request:
-                _ask(partial(store.set, "failed", str(rank)))
-            raise
-        if store is not None and _ask(partial(store.check, ["failed"])):
-            failed = int(store.get("failed"))
-            print_error(
-                f"process {rank} stops: process {failed} ended with an error, see its message"
-            )
-            raise SystemExit(1) from None
-        # Without torch's file names and advice.
-        reason = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
-        print_error(
-            f"rank {rank} lost contact with another process ({reason}): start the same command "
-            "again"
-        )
-        raise SystemExit(AGAIN) from None
+        stops_on_request = isinstance(error, SystemExit) and error.code in (None, 0, AGAIN)
+        abort = device.type == "cuda" and not stops_on_request
+        if _is_lost_peer(error):
+            _end_after_loss(error, store, rank)
+        if store is not None and not stops_on_request:
+            _ask(partial(store.set, "failed", str(rank)))
+        raise
     finally:
-        # DDP's reducer must be gone before the group. If it held the last reference to the group,
-        # it would join gloo's threads while it holds the interpreter's lock, and one of them may
-        # need that lock to release a tensor. And its connections would stay open: the others would
-        # not notice that this process is gone.
-        gc.collect()
-        # No variable may hold the group: destroyed, it would still not close its connections.
-        if abort and dist.group.WORLD is not None:
-            # NCCL would wait for its operations, which the others may never begin.
-            dist.group.WORLD.abort()
-        elif dist.is_initialized():
-            dist.destroy_process_group()
+        _leave_group(abort)
         if store is not None:
-            _ask(partial(store.set, f"done/{rank}", ""))
-            if hosts_store:
-                everyone = [f"done/{other_rank}" for other_rank in range(size)]
-                with contextlib.suppress(RuntimeError):  # one is lost, or late
-                    store.wait(everyone, _KEEP_STORE)
+            _leave_store(store, rank, size)
 
 
-def _exchange_in(store: dist.Store, rank: int, size: int, value: Any) -> list[Any]:
-    """The values of all processes, which JSON can hold, by rank, before there is a group."""
-    store.set(f"value/{rank}", json.dumps(value))
-    return [json.loads(store.get(f"value/{other_rank}")) for other_rank in range(size)]
+def _form_group(
+    store: dist.Store, device: torch.device, rank: int, size: int, timeout: timedelta
+) -> None:
+    # Compared first, because processes that differ may be unable to form a group.
+    versions = {"code": code_digest(), "torch": torch.__version__, "device": device.type}
+    store.set(f"versions/{rank}", json.dumps(versions))
+    _refuse_differences([json.loads(store.get(f"versions/{index}")) for index in range(size)])
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+        device_id=device if on_gpu else None,
+    )
+
+
+def _end_after_loss(error: BaseException, store: dist.Store | None, rank: int) -> NoReturn:
+    """Say why another process is lost, and raise SystemExit."""
+    if store is not None and _ask(partial(store.check, ["failed"])):
+        failed = int(store.get("failed"))
+        print_error(f"process {rank} stops: process {failed} ended with an error, see its message")
+        raise SystemExit(1) from None
+    # Without torch's file names and advice.
+    reason = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
+    print_error(
+        f"rank {rank} lost contact with another process ({reason}): start the same command again"
+    )
+    raise SystemExit(AGAIN) from None
+
+
+def _leave_group(abort: bool) -> None:
+    # DDP's reducer must be gone before the group. If it held the last reference to the group, it
+    # would join gloo's threads while it holds the interpreter's lock, and one of them may need that
+    # lock to release a tensor. And its connections would stay open: the others would not notice
+    # that this process is gone.
+    gc.collect()
+    # No variable may hold the group: destroyed, it would still not close its connections.
+    if abort and dist.group.WORLD is not None:
+        # NCCL would wait for its operations, which the others may never begin.
+        dist.group.WORLD.abort()
+    elif dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _hosts_store(rank: int) -> bool:
+    return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def _leave_store(store: dist.Store, rank: int, size: int) -> None:
+    """Say that this process is done. Its host waits for the others, as long as _KEEP_STORE."""
+    _ask(partial(store.set, f"done/{rank}", ""))
+    if _hosts_store(rank):
+        with contextlib.suppress(RuntimeError):  # one is lost, or late
+            store.wait([f"done/{index}" for index in range(size)], _KEEP_STORE)
 
 
 def _refuse_differences(values: list[JsonDict]) -> None:
@@ -395,13 +409,14 @@ def _device_of_rank(device: torch.device) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _connect(hosts_store: bool, size: int, timeout: timedelta) -> dist.Store:
+def _connect(rank: int, size: int, timeout: timedelta) -> dist.Store:
     """Connect to the store where processes find each other. Rank 0 hosts it, unless torchrun does.
 
     torchrun's store outlives the processes that it restarts. Every attempt has its own prefix, so
     that it does not find values (such as addresses) of an earlier one, as it would with torch's own
     rendezvous.
     """
+    hosts_store = _hosts_store(rank)
     host = os.environ["MASTER_ADDR"]
     port = _number_in_environment("MASTER_PORT", 2**16)
     line = f"waiting for the others of {size} processes at MASTER_ADDR={host} MASTER_PORT={port}"

@@ -71,45 +71,20 @@ def step_memory(
     """
     wide = runtime.param_dtype.itemsize
     narrow = runtime.dtype.itemsize
-    weights = gpt.n_params() * wide
+    seq_len = min(seq_len, runtime.sequence_chunk or seq_len)
+    n_tokens = micro_batch * seq_len
+    weights, gradients, gathered = _held_weights(gpt, runtime, n_device, fsdp, accumulated)
+
     linear = _linear(gpt)
     if not gpt.config.tied:
         linear = linear[:-1]  # without the output layer, whose logits come in chunks
-    n_cast = sum(
-        layer.weight.numel() for layer in linear
-    )  # weights that are copied in the dtype of products
-    local_weights = weights
-    gradients = 2 * weights if n_device > 1 and accumulated else weights
-    gathered = 0
-    if fsdp:
-        n_cast -= sum(layer.weight.numel() for layer in _linear(gpt.blocks))
-        block_params = [sum(p.numel() for p in block.parameters()) for block in gpt.blocks]
-        largest_block = max(block_params)
-        root = weights - sum(block_params) * wide
-        local_weights = ceil_div(weights, n_device)
-        gradients = local_weights
-        gathered = root + 2 * largest_block * narrow
-        if accumulated:
-            gradients += weights
-            gathered += largest_block * wide
-        else:
-            gathered += root + 2 * largest_block * wide
-
-    seq_len = min(seq_len, runtime.sequence_chunk or seq_len)
     V, D = gpt.embed.weight.shape
-    n_tokens = micro_batch * seq_len
     weight_bytes = V * D * wide  # the loss computes the gradient of the output layer
-    weight_copy = 0
     if narrow < wide:
-        weight_bytes += n_cast * narrow
-        weight_copy = V * D * narrow
+        # Copied in the dtype of products; fsdp gathers blocks in it.
+        copied = set(linear) - set(_linear(gpt.blocks)) if fsdp else linear
+        weight_bytes += sum(layer.weight.numel() for layer in copied) * narrow
 
-    most_logits = linear_cross_entropy.CHUNK[runtime.device.type] // narrow
-    logits = V * min(n_tokens, max(1, most_logits // V))
-    most_in_float32 = most_logits // linear_cross_entropy.ROW_CHUNKS[runtime.device.type]
-    in_float32 = 3 * min(logits, most_in_float32) * wide
-    # The weight, and its gradient, in the type of products.
-    loss = logits * narrow + weight_copy + max(weight_copy, in_float32)
     # Gradients, input and product.
     layer_bytes: float = D * wide + max(layer.out_features for layer in linear) * narrow
     outside, in_blocks = kept_per_token(gpt.config, seq_len, runtime.dtype)
@@ -119,13 +94,46 @@ def step_memory(
     if recompute == "selective":
         for number, block in enumerate(gpt.blocks):
             in_blocks[number] += sum(layer.out_features for layer in _linear(block)) * narrow
+    loss_bytes = _loss_bytes(V, D, n_tokens, runtime)
     return Memory(
-        weights=local_weights,
+        weights=weights,
         gradients=gradients,
-        optimizer=round(means * local_weights),
+        optimizer=round(means * weights),
         activations=round(n_tokens * (outside + sum(in_blocks))) + weight_bytes,
-        working=gathered + max(loss, round(n_tokens * layer_bytes)),
+        working=gathered + max(loss_bytes, round(n_tokens * layer_bytes)),
     )
+
+
+def _held_weights(
+    gpt: GPT, runtime: Runtime, n_device: int, fsdp: bool, accumulated: bool
+) -> tuple[int, int, int]:
+    """Bytes of a device's weights, of its gradients, and of what fsdp gathers for some time."""
+    wide = runtime.param_dtype.itemsize
+    weights = gpt.n_params() * wide
+    if not fsdp:
+        is_twice = n_device > 1 and accumulated
+        return weights, 2 * weights if is_twice else weights, 0
+    block_params = [sum(p.numel() for p in block.parameters()) for block in gpt.blocks]
+    largest_block = max(block_params)
+    root = weights - sum(block_params) * wide
+    shard = ceil_div(weights, n_device)
+    gathered = root + 2 * largest_block * runtime.dtype.itemsize
+    if accumulated:
+        return shard, shard + weights, gathered + largest_block * wide
+    return shard, shard, gathered + root + 2 * largest_block * wide
+
+
+def _loss_bytes(V: int, D: int, n_tokens: int, runtime: Runtime) -> int:
+    """The logits of some tokens, with the loss's intermediate results."""
+    wide = runtime.param_dtype.itemsize
+    narrow = runtime.dtype.itemsize
+    weight_copy = V * D * narrow if narrow < wide else 0
+    most_logits = linear_cross_entropy.CHUNK[runtime.device.type] // narrow
+    logits = V * min(n_tokens, max(1, most_logits // V))
+    most_in_float32 = most_logits // linear_cross_entropy.ROW_CHUNKS[runtime.device.type]
+    in_float32 = 3 * min(logits, most_in_float32) * wide
+    # The weight, and its gradient, in the type of products.
+    return logits * narrow + weight_copy + max(weight_copy, in_float32)
 
 
 def memory_of(
@@ -184,16 +192,16 @@ def _without_kernel(layer: AttentionConfig) -> AttentionConfig:
 
 
 @cache
-def _measured(config_json: str, tokens: int, dtype: torch.dtype, recompute: Recompute) -> float:
+def _measured(config_json: str, n_tokens: int, dtype: torch.dtype, recompute: Recompute) -> float:
     """Bytes that each further token keeps in a model of this configuration on the CPU."""
     runtime = Runtime(torch.device("cpu"), dtype)
     with torch.random.fork_rng(devices=[]):
         gpt = GPT(GPTConfig.model_validate_json(config_json)).to(runtime.param_dtype)
     gpt.recompute = recompute
     # A single sequence can need fewer copies; the third adds as much as every further one.
-    kept_of_two = _kept(gpt, torch.zeros(2, tokens, dtype=torch.int64), runtime)
-    kept_of_three = _kept(gpt, torch.zeros(3, tokens, dtype=torch.int64), runtime)
-    return (kept_of_three - kept_of_two) / tokens
+    kept_of_two = _kept(gpt, torch.zeros(2, n_tokens, dtype=torch.int64), runtime)
+    kept_of_three = _kept(gpt, torch.zeros(3, n_tokens, dtype=torch.int64), runtime)
+    return (kept_of_three - kept_of_two) / n_tokens
 
 
 def _kept(gpt: GPT, ids: Tensor, runtime: Runtime) -> int:

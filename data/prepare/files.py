@@ -6,7 +6,6 @@ decided in dataset.py (data.on_error).
 
 import codecs
 import fnmatch
-import glob
 import itertools
 import json
 import os
@@ -71,8 +70,10 @@ def matches(pattern: str, left_out: dict[str, str]) -> list[str]:
         name = "standard input" if pattern == "-" else "a pipe, a socket or a device"
         raise UserError(f"data.path={pattern} is {name}: write its content to a file and give that")
     else:
-        names = [*filter(None, pattern.split("/"))] or [""]
-        paths = _below("/" if pattern.startswith("/") else "", names, left_out, set())
+        # The folders before the first wildcard.
+        folder = os.path.dirname(re.split(r"[*?[]", pattern)[0])
+        names = [*filter(None, pattern.removeprefix(folder).split("/"))] or [""]
+        paths = _below(folder, names, left_out, set())
     outputs = {os.path.realpath("/dev/fd/1"), os.path.realpath("/dev/fd/2")}
     files = []
     for path in sorted(paths):
@@ -109,19 +110,16 @@ def _below(
 
     Args:
         patterns: the names between the slashes of the glob.
-        entered: real folders that were entered, and the patterns left there, as links may loop.
+        entered: real folders that were entered, and how many patterns were left there, as links may
+            loop.
     """
-    pattern, *inner_patterns = patterns
-    key = (os.path.realpath(folder), len(patterns))
-    if key in entered:
+    place = (os.path.realpath(folder), len(patterns))
+    if place in entered:
         return
-    entered.add(key)
-    names = [pattern]
+    entered.add(place)
+    pattern, *inner_patterns = patterns
     try:
-        if glob.has_magic(pattern):
-            names = sorted(os.listdir(folder or "."))
-        else:
-            os.lstat(os.path.join(folder, pattern))
+        names = sorted(os.listdir(folder or "."))
     except (FileNotFoundError, NotADirectoryError, ValueError):  # a zero byte
         return
     except OSError:

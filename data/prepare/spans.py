@@ -24,7 +24,7 @@ import os
 import re
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import BufferedWriter
 from pathlib import Path
 
@@ -55,6 +55,7 @@ _PARTIAL_NAMES = re.compile(r"(plan|tokenizer)\.json|lock|span-.*|dataset|.*\.tm
 _RANKS = "sha256 of the tokenizer's ranks"
 # In a corpus of fewer documents, none may fall into validation by chance: one is then chosen.
 _FEW_DOCUMENTS = 4096
+ValidationRule = Callable[[Encoded, int], bool]
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -234,6 +235,7 @@ def write_spans(folder: Path, plan: Plan, spans: list[Span], items: Iterator[Ite
     val_fraction = plan.val_fraction
     if not spans and val_fraction > 0:
         val_fraction, by_position = _enough_to_validate(plan, by_position)
+    is_val = _validation_rule(plan, val_fraction)
     while not is_whole(spans):
         target = span_dir(folder, len(spans))
         directory = target.with_name(target.name + ".tmp")
@@ -241,7 +243,7 @@ def write_spans(folder: Path, plan: Plan, spans: list[Span], items: Iterator[Ite
         directory.mkdir()
         n_before = sum(span.tokens for span in spans)
         try:
-            span = _write_span(directory, plan, by_position, n_before, val_fraction)
+            span = _write_span(directory, plan, by_position, n_before, is_val)
             shutil.rmtree(target, ignore_errors=True)  # if an earlier span was lost
             os.rename(directory, target)
         finally:  # after an error
@@ -272,23 +274,31 @@ def _enough_to_validate(
     return max(plan.val_fraction, math.nextafter(lowest, 2.0)), iter(start)
 
 
+def _validation_rule(plan: Plan, val_fraction: float) -> ValidationRule:
+    """Return whether a document is for validation, given the tokens of the input before it."""
+    if plan.val_tokens:
+        return lambda item, n_before: n_before < plan.val_tokens
+    if plan.val_inputs:
+        val_inputs = set(plan.val_inputs)
+        return lambda item, n_before: item.position.input in val_inputs
+    return lambda item, n_before: item.place < val_fraction
+
+
 def _write_span(
     directory: Path,
     plan: Plan,
     by_position: Iterator[list[Item]],
     n_before: int,
-    val_fraction: float,
+    is_val: ValidationRule,
 ) -> Span:
     """Write the next documents into an empty folder, synced to the disk.
 
     Args:
         by_position: the items of each position, which stay together.
         n_before: tokens of the input before them.
-        val_fraction: documents whose place is below it are for validation, without another rule.
     """
     header = index_header(plan.tokenizer.n_vocab)
     inputs = {name: number for number, name in enumerate(plan.prepared["input"])}
-    val_inputs = set(plan.val_inputs)
     set_names: dict[str, int] = {}
     skipped: dict[str, tuple[int, str]] = {}
     unread: Counter[str] = Counter()
@@ -304,17 +314,11 @@ def _write_span(
                     skipped[item.reason] = (n_skipped + 1, first)
                     continue
                 unread.update(item.unread)
-                if plan.val_tokens:
-                    is_val = n_before + n_tokens < plan.val_tokens
-                elif val_inputs:
-                    is_val = last.input in val_inputs
-                else:
-                    is_val = item.place < val_fraction
-                split: SplitName = "val" if is_val else "train"
+                split: SplitName = "val" if is_val(item, n_before + n_tokens) else "train"
                 if split not in shards:
-                    ids_file = closing.enter_context(open(directory / f"{split}.bin", "xb"))
-                    index_file = closing.enter_context(open(directory / f"{split}.idx", "xb"))
-                    shards[split] = _Shard([ids_file, index_file], header)
+                    paths = [directory / f"{split}.bin", directory / f"{split}.idx"]
+                    files = [closing.enter_context(open(path, "xb")) for path in paths]
+                    shards[split] = _Shard(files, header)
                 shards[split].add(item, inputs[last.input], number_of(item.set_name, set_names))
                 n_tokens += item.ids.size
             if n_tokens >= plan.shard_tokens:

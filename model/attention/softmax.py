@@ -160,22 +160,14 @@ def _kernel_in_use(
         choice = torch._fused_sdp_choice(q, kv, kv, None, 0.0, True, enable_gqa=n_kv_head < n_head)
         names = {backend.value: name for name, backend in _KERNELS.items()}
         return names.get(choice, "own")
-    able = [name for name in _KERNELS if _runs(name, q, kv)]
-    if setting not in able:
-        where = f"{device} in {str(dtype)[6:]}"
-        heads = f"{n_head} query heads and {n_kv_head} key heads of {head_dim} features"
-        raise UserError(
-            f"attention.kernel={setting} cannot run on {where}, with {heads}: "
-            f"use auto, or one of {', '.join(able)}"
-        )
-    return setting
-
-
-def _runs(name: str, q: Tensor, kv: Tensor) -> bool:
     try:
         # torch warns why it cannot.
-        with warnings.catch_warnings(action="ignore"), sdpa_kernel(_KERNELS[name]):
+        with warnings.catch_warnings(action="ignore"), sdpa_kernel(_KERNELS[setting]):
             dense_attention(q, kv, kv, is_causal=True)
     except RuntimeError:
-        return False
-    return True
+        heads = f"{n_head} query heads and {n_kv_head} key heads of {head_dim} features"
+        raise UserError(
+            f"attention.kernel={setting} cannot run on {device} in {str(dtype)[6:]}, with {heads}: "
+            "use another or auto"
+        ) from None
+    return setting
