@@ -81,8 +81,8 @@ class SoftmaxAttention(MultiHeadAttention):
             return self._attend_and_forget(q, k, v, state, return_state, log_f, starts)
         if state is not None or starts is not None:
             return attend_to_all(state, q, k, v, return_state, starts)
-        shape = (self.n_head, self.n_kv_head, self.head_dim)
-        _say_kernel(self.kernel, q.device.type, q.dtype, *shape)
+        device = q.device.type
+        _say_kernel(self.kernel, device, q.dtype, self.n_head, self.n_kv_head, self.head_dim)
         if self.kernel == "auto":
             return attend_to_all(None, q, k, v, return_state, None)
         with sdpa_kernel(_KERNELS[self.kernel]):

@@ -96,7 +96,9 @@ def forward_sweep(x, outputs, saved, doubtful, segments, OWN: tl.constexpr, P: t
         value = tl.maximum(state.value, frame_of(tl.max(log_v, 0) * LOG2E, P.OPERAND))
         left_k = left_after_resets(gates, k)
         left_v = left_after_resets(gates, log_v)
-        scaled = _in_frames(state, key, value)
+        decay = power_of_two(state.key - finite(key))  # at most 1
+        M = state.M * (decay[:, None] * power_of_two(state.value - finite(value))[None, :])
+        scaled = State(M, state.z * decay, key, value)
         e_k = _exp_in_frame(k, key, P)
         e_v = _exp_in_frame(log_v, value, P)
         if saved is not None:
@@ -116,14 +118,6 @@ def forward_sweep(x, outputs, saved, doubtful, segments, OWN: tl.constexpr, P: t
         if outputs.state is not None:
             lost = _write_final_state(outputs.state, state, program, P)
         tl.store(doubtful + N * P.BLOCKS, lost)
-
-
-@triton.jit
-def _in_frames(state, key, value):
-    """Return a state in other frames, which are not smaller."""
-    decay = power_of_two(state.key - finite(key))  # at most 1
-    M = state.M * (decay[:, None] * power_of_two(state.value - finite(value))[None, :])
-    return State(M, state.z * decay, key, value)
 
 
 @triton.jit
@@ -231,9 +225,12 @@ def backward_sweep(g_of, x, saved, doubtful, to, segments, OWN: tl.constexpr, P:
         g_M = times(g_M, gates.total) + product(tl.trans(e_q), g_read, P)
         g_z = times(g_z, gates.total) + applied(tl.trans(e_q), g_z_read, P)
         if not OWN:
-            g_q = _write_grad_of_queries(
-                to, n, x.T, e_q, e_k, g_A, g_read, g_z_read, saved, program, P
-            )
+            # g_q = (g_read M^T + g_A e_k) e_q.
+            M, z = load_state(saved.state, n, program, 0.0, P)
+            g_q = product(g_read, tl.trans(M), P) + g_z_read[:, None] * z[None, :]
+            g_q += product(g_A, e_k, P)
+            g_q *= e_q.to(P.ACC)
+            store_chunk(g_q, to.q, n, x.T, program.d, P.D_K, P)
             if x.log_f is not None:
                 g_f = gates_gradient(g_rows + tl.sum(g_q, 1), g_after, gates)
                 store_gates(g_f, to.log_f, n, x.T, P)
@@ -296,19 +293,6 @@ def _write_grad_of_keys_and_values(
     g_k *= e_k.to(P.ACC)
     store_chunk(g_k, to.k, n, T, program.d, P.D_K, P)
     return -tl.sum(g_k, 1)
-
-
-@triton.jit
-def _write_grad_of_queries(
-    to, n, T, e_q, e_k, g_A, g_read, g_z_read, saved, program, P: tl.constexpr
-):
-    """Write and return the gradient of a chunk's queries: (g_read M^T + g_A e_k) e_q."""
-    M, z = load_state(saved.state, n, program, 0.0, P)
-    g_q = product(g_read, tl.trans(M), P) + g_z_read[:, None] * z[None, :]
-    g_q += product(g_A, e_k, P)
-    g_q *= e_q.to(P.ACC)
-    store_chunk(g_q, to.q, n, T, program.d, P.D_K, P)
-    return g_q
 
 
 @triton.jit

@@ -164,7 +164,7 @@ def _attend(form: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Ten
         return scaled_dot_product_attention(q, k, v, is_causal=True)
     if form == "flex":
         return _by_flex_attention(q, k, v, pattern)
-    return scaled_dot_product_attention(q, k, v, attn_mask=_dense_mask(pattern, T, q.device))
+    return dense_attention(q, k, v, _dense_mask(pattern, T, q.device))
 
 
 @lru_cache(maxsize=8)
