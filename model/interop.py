@@ -64,20 +64,17 @@ def published_config(
     vocab_sz: int, d_emb: int, n_layers: int, n_heads: int, d_key: int, d_val: int
 ) -> GPTConfig:
     """Return our configuration of the published architecture, given its own names of the sizes."""
-    sizes = {
+    config = {
         "n_vocab": vocab_sz,
         "n_layer": n_layers,
         "n_head": n_heads,
         "head_dim": d_key,
         "n_embd": d_emb,
-    }
-    attention = {"name": "log_space", "d_key": d_key, "d_val": d_val}
-    choices = {
-        "attention": attention,
+        "attention": {"name": "log_space", "d_key": d_key, "d_val": d_val},
         "block": {"name": "glu"},
         "position": {"name": "log_recurrence"},
     }
-    return decode(GPTConfig, sizes | choices)
+    return decode(GPTConfig, config)
 
 
 def published_name(ours: str) -> str:

@@ -18,7 +18,6 @@ from model.position import NO_POSITIONS, Positions, Rotation, rotate
 
 _EPS = 1e-6  # of RMS norms: the type's own would be large in bfloat16
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": torch.positive,
     "silu": silu,
     "sigmoid": sigmoid,
 }
@@ -324,10 +323,6 @@ class MultiHeadAttention(Attention):
         """(B, T, n_qkv) -> q (B, n_head, T, head_dim), k and v (B, n_kv_head, T, head_dim)."""
         heads = features.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
         return heads.split(self._n_heads, dim=1)
-
-    def repeated(self, x: Tensor) -> Tensor:
-        """(B, n_kv_head, T, D) -> (B, n_head, T, D): the key or value head of each query head."""
-        return x.repeat_interleave(self.n_head // self.n_kv_head, dim=1)
 
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
         return masked_attention(q, k, v, self.mask(q.shape[2]), log_f)

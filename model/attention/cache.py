@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from model.ops.sparse_attention.attend import document_attention
+from model.ops.sparse_attention.attend import dense_attention, document_attention
 from model.ops.sparse_attention.patterns import CAUSAL, Pattern, needed_keys, reach_of
 from model.position import last_positions
 
@@ -95,11 +94,7 @@ def attend_to_all(
         v = k
     if starts is not None:
         return document_attention(q, k, v, [CAUSAL], starts, scale), after
-    gqa = k.shape[1] < q.shape[1]
-    y = scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=cache is None, scale=scale, enable_gqa=gqa
-    )
-    return y, after
+    return dense_attention(q, k, v, mask, scale, is_causal=cache is None), after
 
 
 class SparseCache(NamedTuple):

@@ -5,12 +5,13 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from model.attention.base import Forgetting, SharedHeadSettings
 from model.attention.cache import SparseCache
 from model.attention.sparse import LARGEST, SparseAttention
 from model.layers import FusedLinear
+from model.ops.sparse_attention.attend import dense_attention
 from model.ops.sparse_attention.patterns import longformer
 from model.position import Positions, Rotation, last_positions
 
@@ -78,32 +79,33 @@ class LongformerAttention(SparseAttention):
     def mix(
         self, x: Tensor, features: Tensor, positions: Positions, state: Any, return_state: bool
     ) -> tuple[Tensor, Any]:
-        rotation = positions.rotation
-        earlier: Any = state or (None, None, None)
-        local, k_global, v_global = earlier
-        q, k, v = self.project(features, rotation)
-        y, after = self.attend(q, k, v, Forgetting(), local, return_state)
+        if state is None:
+            state = (None, None, None)
+        local, k_global, v_global = state
+        # All tokens attend to the window and to the global tokens, by q, k, v.
+        q, k, v = self.project(features, positions.rotation)
+        y, local_after = self.attend(q, k, v, Forgetting(), local, return_state)
+        # The first n attend to the global tokens by q_g, k_g, v_g, which counts if they are global.
         lengths = local.lengths if local else (0,)
         n = min(x.shape[1], self.n_global - min(lengths))  # tokens that are global in some row
         if n > 0:
+            rotation = positions.rotation
             if rotation is not None:
-                rotation = Rotation(rotation.cos[..., :n, :], rotation.sin[..., :n, :])
-            q_new, k_new, v_new = self.project(self.qkv_global(x[:, :n]), rotation)
-            k_global = self._extended(k_global, k_new, lengths)
-            v_global = self._extended(v_global, v_new, lengths)
+                rotation = Rotation._make(angles[..., :n, :] for angles in rotation)
+            q, k, v = self.project(self.qkv_global(x[:, :n]), rotation)
+            k_global = self._extended(k_global, k, lengths)
+            v_global = self._extended(v_global, v, lengths)
             i = last_positions(tuple(length + n for length in lengths), n, x.device)  # (B or 1, n)
             j = torch.arange(self.n_global, device=x.device)
             mask = (j <= i.unsqueeze(2)).unsqueeze(1)  # (B or 1, 1, n, n_global)
-            gqa = self.n_kv_head < self.n_head
-            y_global = scaled_dot_product_attention(
-                q_new, k_global, v_global, attn_mask=mask, enable_gqa=gqa
-            )
+            y_global = dense_attention(q, k_global, v_global, mask)
             is_global = (i < self.n_global)[:, None, :, None]
-            y = torch.cat([y_global.where(is_global, y[:, :, :n]), y[:, :, n:]], dim=2)
+            y_first = y_global.where(is_global, y[:, :, :n])
+            y = torch.cat([y_first, y[:, :, n:]], dim=2)
         y = self.join(y, positions.rotation)
-        if after is None or not return_state:
+        if local_after is None or not return_state:
             return y, None
-        return y, LongformerState(after, k_global, v_global)
+        return y, LongformerState(local_after, k_global, v_global)
 
     def _extended(self, x: Tensor | None, new: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """Add new global tokens to x (B, n_kv_head, n_global, head_dim); row b has lengths[b]

@@ -16,6 +16,7 @@ from model.ops.projection_attention import (
     naive_projection_attention,
     padded_values,
 )
+from model.ops.sparse_attention.attend import repeated
 from model.position import Rotation, rotate
 
 
@@ -82,7 +83,7 @@ class ProjectionAttention(MultiHeadAttention):
 
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
         return naive_projection_attention(
-            q, self.repeated(k), self.repeated(v), self.sigma, self.mask(q.shape[2])
+            q, repeated(k, self.n_head), repeated(v, self.n_head), self.sigma, self.mask(q.shape[2])
         )
 
     def join(self, y: Tensor, rotation: Rotation | None) -> Tensor:

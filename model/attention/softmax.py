@@ -8,7 +8,6 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from common.console import say_once
 from common.settings import UserError
@@ -20,7 +19,7 @@ from model.attention.base import (
 )
 from model.attention.cache import attend_to_all
 from model.ops.custom import accumulation_dtype, aligned, assume_constant_result, running_sum
-from model.ops.sparse_attention.attend import forgetting_attention
+from model.ops.sparse_attention.attend import dense_attention, forgetting_attention, repeated
 
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -82,8 +81,8 @@ class SoftmaxAttention(MultiHeadAttention):
             return self._attend_and_forget(q, k, v, state, return_state, log_f, starts)
         if state is not None or starts is not None:
             return attend_to_all(state, q, k, v, return_state, starts)
-        shape = (self.n_head, self.n_kv_head, self.head_dim)
-        _say_kernel(self.kernel, q.device.type, q.dtype, *shape)
+        device = q.device.type
+        _say_kernel(self.kernel, device, q.dtype, self.n_head, self.n_kv_head, self.head_dim)
         if self.kernel == "auto":
             return attend_to_all(None, q, k, v, return_state, None)
         with sdpa_kernel(_KERNELS[self.kernel]):
@@ -111,8 +110,8 @@ class SoftmaxAttention(MultiHeadAttention):
         with torch.autocast(q.device.type, enabled=False):
             cache, before = state or (None, 0.0)
             a = running_sum(log_f.double(), 2) + before  # (B, H, T, 1)
-            k = self.repeated(k.to(wide))  # a is that of a query head
-            v = self.repeated(v.to(wide))
+            k = repeated(k.to(wide), self.n_head)  # a is that of a query head
+            v = repeated(v.to(wide), self.n_head)
             q_wide, k = self._with_gates(q.to(wide), k, a)
             v = aligned(v, self.head_dim + 4)
             scale = self.head_dim**-0.5
@@ -157,15 +156,14 @@ def _kernel_in_use(
     """
     q = torch.zeros(1, n_head, 8, head_dim, device=device, dtype=dtype)
     kv = torch.zeros(1, n_kv_head, 8, head_dim, device=device, dtype=dtype)
-    gqa = n_kv_head < n_head
     if setting == "auto":  # torch has no public function for this
-        choice = torch._fused_sdp_choice(q, kv, kv, None, 0.0, True, enable_gqa=gqa)
+        choice = torch._fused_sdp_choice(q, kv, kv, None, 0.0, True, enable_gqa=n_kv_head < n_head)
         names = {backend.value: name for name, backend in _KERNELS.items()}
         return names.get(choice, "own")
     try:
         # torch warns why it cannot.
         with warnings.catch_warnings(action="ignore"), sdpa_kernel(_KERNELS[setting]):
-            scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=gqa)
+            dense_attention(q, kv, kv, is_causal=True)
     except RuntimeError:
         heads = f"{n_head} query heads and {n_kv_head} key heads of {head_dim} features"
         raise UserError(

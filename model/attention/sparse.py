@@ -7,12 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from model.attention.base import Forgetting, MultiHeadAttention, SharedHeadSettings
 from model.attention.cache import SparseCache
 from model.ops.custom import disable
-from model.ops.sparse_attention.attend import document_attention, sparse_attention
+from model.ops.sparse_attention.attend import dense_attention, document_attention, sparse_attention
 from model.ops.sparse_attention.patterns import (
     Pattern,
     fixed,
@@ -187,8 +187,7 @@ class SparseAttention(MultiHeadAttention):
                 k = k.index_select(2, visible)
                 v = v.index_select(2, visible)
                 mask = mask.index_select(3, visible)
-        gqa = k.shape[1] < q.shape[1]
-        return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa), after
+        return dense_attention(q, k, v, mask), after
 
     def mask(self, T: int) -> Tensor:
         t = torch.arange(T, device=self.qkv.weight.device)

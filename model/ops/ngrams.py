@@ -68,28 +68,21 @@ def ngram_followers(
     document = number[:, None, -1 - T :]
     last_document = number[:, None, -1:]
     slots, hashes = _hashes(ids, number, lengths, spare)  # (B, lengths, 1 + T): from recent's last
+    is_string = slots < spare
     # A string, and the token after it.
     entries = (hashes[..., :T] << _ID_BITS) + token_ids.unsqueeze(1)
 
-    # Sort strings by slot. The string before it in its slot tells a string what followed, or else
-    # the table does. Each document has slots of its own in this order, and the table is the first
-    # document's.
-    document_slots = slots + document * (spare + 1)
-    order = document_slots.argsort(dim=2, stable=True)
-    back = order.argsort(dim=2)
-    in_order = document_slots.gather(2, order)
-    has_slot_of_previous = in_order[..., 1:] == in_order[..., :-1]
-    previous = pad(order[..., :-1].where(has_slot_of_previous, _NONE), (1, 0), value=_NONE)
-    previous = previous.gather(2, back)  # an index; -1: none
+    # What followed: the previous string in the same slot tells, or else the table, which is the
+    # first document's. Each document has slots of its own.
+    previous, following = _neighbours(slots + document * (spare + 1))
     stored = table.gather(2, slots).masked_fill(document > 0, _NONE)
-    latest = entries.gather(2, previous.clamp(0, T - 1)).where(previous >= 0, stored)
-    is_same_string = (slots < spare) & (latest >> _ID_BITS == hashes)
+    latest = entries.gather(2, previous.clamp(min=0)).where(previous >= 0, stored)
+    is_same_string = is_string & (latest >> _ID_BITS == hashes)
     followers = followers_in(latest).where(is_same_string, _NONE)[..., 1:]
 
-    # Write the last string of each slot. The string that ends here has no follower yet.
-    is_last = pad(~has_slot_of_previous | (order[..., 1:] == T), (0, 1), value=True)
-    is_last = is_last.gather(2, back)
-    is_written = (is_last & (slots < spare) & (document == last_document))[..., :T]
+    # Write the last string of each slot. The string that ends at T has no follower yet.
+    is_last = (following < 0) | (following == T)
+    is_written = (is_last & is_string & (document == last_document))[..., :T]
     if starts is not None:
         table = table.masked_fill(last_document > 0, _NONE)
     written_slots = slots[..., :T].where(is_written, spare)
@@ -101,6 +94,18 @@ def ngram_followers(
 def followers_in(table: Tensor) -> Tensor:
     """The token after each string of a table; -1: there is no string."""
     return torch.where(table >= 0, table & (2**_ID_BITS - 1), _NONE)
+
+
+def _neighbours(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """For each key (B, lengths, n): where the same key occurred last, and where it occurs next; -1:
+    nowhere."""
+    order = keys.argsort(stable=True)
+    rank = order.argsort()
+    in_order = keys.gather(2, order)
+    is_same = in_order[..., 1:] == in_order[..., :-1]
+    previous = pad(order[..., :-1].where(is_same, _NONE), (1, 0), value=_NONE)
+    following = pad(order[..., 1:].where(is_same, _NONE), (0, 1), value=_NONE)
+    return previous.gather(2, rank), following.gather(2, rank)
 
 
 def _hashes(

@@ -28,14 +28,16 @@ def cross_entropy_(
     n_columns = logits.shape[1]
     with launching(logits):
         cross_entropy_kernel[(len(logits),)](
-            *(logits, targets.contiguous(), losses, n_vocab, n_columns),
-            **{
-                "WITH_GRAD": with_grad,
-                "CAP": cap,
-                "ACC": tl.float64 if losses.dtype == torch.float64 else tl.float32,
-                "BLOCK": min(_BLOCK, triton.next_power_of_2(n_columns)),
-                "num_warps": 8,
-            },
+            logits,
+            targets.contiguous(),
+            losses,
+            n_vocab,
+            n_columns,
+            WITH_GRAD=with_grad,
+            CAP=cap,
+            ACC=tl.float64 if losses.dtype == torch.float64 else tl.float32,
+            BLOCK=min(_BLOCK, triton.next_power_of_2(n_columns)),
+            num_warps=8,
         )
     return losses
 
@@ -63,6 +65,7 @@ def cross_entropy_kernel(
             for start in range(0, V, BLOCK):
                 tl.store(row + start + columns, tl.zeros([BLOCK], ACC), mask=start + columns < V)
     else:
+        # log_z, the logsumexp: `total` is relative to exp(top), the largest logit so far.
         top = tl.full([], _NOTHING, ACC)
         total = tl.full([], 0.0, ACC)
         for start in range(0, V, BLOCK):
@@ -80,9 +83,8 @@ def cross_entropy_kernel(
                 column = start + columns
                 z, slope = _capped(row, column, n_vocab, V, CAP, ACC)
                 g = tl.exp(z - log_z)
-                tl.store(
-                    row + column, tl.where(column == target, g - 1.0, g) * slope, mask=column < V
-                )
+                g = tl.where(column == target, g - 1.0, g) * slope
+                tl.store(row + column, g, mask=column < V)
 
 
 @triton.jit

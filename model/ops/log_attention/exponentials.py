@@ -7,7 +7,7 @@ its chunk without changing the results of earlier tokens, as long as nothing und
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ _GRID = 64
 # float32.
 _GRID_HIGH = math.floor(_GRID * LN2 * 4) / 4
 _GRID_LOW = _GRID * LN2 - _GRID_HIGH
+_NEAR = _GRID / 2 * LN2  # nearer to 0, the exponent is 0
 # Frames end here, because the steps of larger numbers are all rounding. What is below -FAR, such as
 # a mask of -1e30, gets the frame -FAR and becomes 0. What is above FAR gets the frame 8 FAR: it and
 # all that shares this frame become 0.
@@ -189,31 +190,36 @@ def scaled_exp(x: Tensor, *frames: Tensor) -> Tensor:
     """exp(x) 2^-frame, contiguous; the frame is the sum of those given, which broadcast to x.
     exp(-inf) is 0."""
     x = x.contiguous()
+    terms = x
+    mask = None
     lowest, highest = torch.aminmax(x)
-    counts = None
     if lowest == -torch.inf:  # exp(-inf) is slow, and may become 0 x infinity
-        counts = torch.gt(x, -torch.inf, out=torch.empty_like(x))  # 1 or 0
-        x = x.nan_to_num(neginf=0, posinf=torch.inf)
-        lowest = x.amin()
-    near = _GRID / 2 * LN2
-    is_near = -lowest < near and highest < near
-    if is_near and all(_is_small(frame) for frame in frames):
-        result = x.exp()
+        mask = torch.gt(x, -torch.inf, out=torch.empty_like(x))  # 1 or 0
+        terms = x.nan_to_num(neginf=0)
+        lowest = terms.amin()
+    if not (-lowest < _NEAR and highest < _NEAR):
+        return _far_exp(x, frames)
+    result = terms.exp()
+    if all(_is_small(frame) for frame in frames):
         for frame in frames:
             result.mul_(torch.exp2(-frame))
         # masked_fill_ takes 20 times as long.
-        return result if counts is None else result.mul_(counts)
-    total = sum(frames[1:], frames[0])
-    if is_near:
-        result = x.exp().mul_(torch.exp2(-total))
-    else:
-        # exp(-far) is 0 even against two frames of -FAR: 2^-2048 is 0 in float64.
-        far = (2 * FAR[x.dtype] + 2**11) * LN2
-        x = x.clamp(-far, far)
-        steps = (x / (_GRID * LN2)).round_()
-        result = (x - steps * _GRID_HIGH).sub_(steps * _GRID_LOW).exp_()
-        result.mul_((steps * _GRID - total).exp2_())
-    return result if counts is None else result.masked_fill_(counts == 0, 0)
+        return result if mask is None else result.mul_(mask)
+    result.mul_(torch.exp2(-sum(frames[1:], frames[0])))  # may be infinite
+    return result if mask is None else result.masked_fill_(mask == 0, 0)
+
+
+def _far_exp(x: Tensor, frames: Sequence[Tensor]) -> Tensor:
+    """The same for any x: exp(x) as a mantissa, the exponential of the rest, times 2^exponent."""
+    # exp(-far) is 0 even against two frames of -FAR: 2^-2048 is 0 in float64.
+    far = (2 * FAR[x.dtype] + 2**11) * LN2
+    x = x.clamp(-far, far)
+    steps = (x / (_GRID * LN2)).round_()
+    rest = (x - steps * _GRID_HIGH).sub_(steps * _GRID_LOW)
+    exponent = steps * _GRID
+    for frame in frames:
+        exponent.sub_(frame)
+    return rest.exp_().mul_(exponent.exp2_())
 
 
 def frame_above(log2: Tensor) -> Tensor:

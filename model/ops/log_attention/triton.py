@@ -75,7 +75,11 @@ def triton_log_attention(
             says how many.
     """
     acc = accumulation_dtype(q)
-    log_s, log_z = (None, None) if state is None else (x.to(acc).contiguous() for x in state)
+    log_s = None
+    log_z = None
+    if state is not None:
+        log_s = state.log_s.to(acc).contiguous()
+        log_z = state.log_z.to(acc).contiguous()
     inputs = [x for x in (q, k, log_v, log_f, log_s, log_z) if x is not None]
     refuse_transforms(*NAMES, *inputs)
     save = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
@@ -83,6 +87,10 @@ def triton_log_attention(
         q, k, log_v, log_f, log_s, log_z, return_state, save, segments
     )
     return (log_y, LogAttentionState(log_s, log_z)) if return_state else log_y
+
+
+_Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Those of `_attend`: see `_empty_results`."""
 
 
 class _Tensors(NamedTuple):
@@ -107,17 +115,19 @@ def _attend(
     want_state: bool,
     save: bool,
     segments: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return log_y, the state after, and tensors for the backward pass: see `_empty_results`."""
+) -> _Results:
+    """Return log_y, the state after, and tensors for the backward pass."""
     inputs = _Tensors(q, k, log_v, log_f, log_s, log_z)
     P = _constants(inputs)
     results = _empty_results(inputs, want_state, save)
     log_y, log_s_after, log_z_after, *saved, doubtful = results
     outputs = Outputs(_tokens(log_y), Sums(log_s_after, log_z_after) if want_state else None)
-    fast, exact = (_saved(*saved), _exact(*saved)) if save else (None, None)
+    fast = _saved(*saved) if save else None
+    exact = _exact(*saved) if save else None
     counter = recomputed_tiles("forward", q.device)
     with launching(q):
-        x, parts = _arguments(inputs), _segments(inputs, P, segments)
+        x = _arguments(inputs)
+        parts = _segments(inputs, P, segments)
         sweep = functools.partial(forward_sweep[_grid(q, P, parts)], P=P, **_launch(P))
         if parts is not None:
             sweep(x._replace(state=None), outputs, None, doubtful, parts, OWN=True)
@@ -133,9 +143,7 @@ def _(
     return _empty_results(_Tensors(q, k, log_v, log_f, log_s, log_z), *flags[:2])
 
 
-def _empty_results(
-    inputs: _Tensors, want_state: bool, save: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _empty_results(inputs: _Tensors, want_state: bool, save: bool) -> _Results:
     """Allocate all results of `_attend`.
 
     log_y (B, H, T, d_v). The state's log_s (B, H, d_k, d_v) and log_z (B, H, d_k), or empty tensors
@@ -178,22 +186,15 @@ def _attend_backward(
     They are computed from those of log_y and, if there are more, of the state, and from what the
     forward pass saved.
     """
-    tensors, (g_y, *g_state), (*state, doubtful) = _Tensors._make(inputs), g, saved
-    P, to, counter = (
-        _constants(tensors),
-        _empty_gradients(tensors),
-        recomputed_tiles("backward", g_y.device),
-    )
+    tensors = _Tensors._make(inputs)
+    g_y, *g_state = g
+    *state, doubtful = saved
+    P = _constants(tensors)
+    to = _empty_gradients(tensors)
+    counter = recomputed_tiles("backward", g_y.device)
     g_of = Outputs(_tokens(g_y), Sums(*(x.contiguous() for x in g_state)) if g_state else None)
     x = _arguments(tensors)
-    g_x = Inputs(
-        to.q,
-        to.k,
-        to.log_v,
-        to.log_f,
-        None if to.log_s is None else Sums(to.log_s, to.log_z),
-        *x[5:],
-    )
+    g_x = Inputs(*to[:4], None if to.log_s is None else Sums(to.log_s, to.log_z), x.H, x.T)
     with launching(g_y):
         parts = _segments(tensors, P, segments)
         sweep = functools.partial(backward_sweep[_grid(tensors.q, P, parts)], P=P, **_launch(P))
@@ -219,13 +220,12 @@ def _empty_gradients(inputs: _Tensors) -> _Tensors:
     value columns writes a part. Their first dimension counts the blocks, times B.
     """
     q, k, log_v, log_f, log_s, log_z = inputs
-    B, blocks = len(q), _constants(inputs).BLOCKS
+    blocks = _constants(inputs).BLOCKS
 
     def like(x: Tensor, blocks: int) -> Tensor:
+        B, H, T, D = x.shape
         dtype = x.dtype if blocks == 1 else accumulation_dtype(q)
-        return x.new_empty(blocks * B, x.shape[2], x.shape[1], x.shape[3], dtype=dtype).transpose(
-            1, 2
-        )
+        return x.new_empty(blocks * B, T, H, D, dtype=dtype).transpose(1, 2)
 
     return _Tensors(
         like(q, blocks),
@@ -233,7 +233,7 @@ def _empty_gradients(inputs: _Tensors) -> _Tensors:
         like(log_v, 1),
         None if log_f is None else like(log_f, blocks),
         None if log_s is None else torch.empty_like(log_s),
-        None if log_z is None else log_z.new_empty(blocks * B, *log_z.shape[1:]),
+        None if log_z is None else log_z.new_empty(blocks * len(log_z), *log_z.shape[1:]),
     )
 
 
@@ -243,11 +243,10 @@ def _summed(parts: _Tensors, inputs: _Tensors) -> list[Tensor]:
     sums = []
     for part, x in zip(parts, inputs, strict=True):
         if part is None or x is None:
-            sums.append(inputs.q.new_empty(0))
-        else:
-            sums.append(
-                part if len(part) == len(x) else part.unflatten(0, (-1, len(x))).sum(0).to(x.dtype)
-            )
+            part = inputs.q.new_empty(0)
+        elif len(part) != len(x):
+            part = part.unflatten(0, (-1, len(x))).sum(0).to(x.dtype)
+        sums.append(part)
     return sums
 
 
@@ -261,15 +260,16 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _backward(ctx: Any, *g: Tensor | None) -> tuple[Tensor | None, ...]:
     refuse_second_order(*NAMES)
     saved = ctx.saved_tensors  # read once, as torch asks where they are recomputed
-    inputs, saved = _Tensors(*saved[:6]), saved[6:]
-    (B, H, T, d_k), d_v = inputs.q.shape, inputs.log_v.shape[3]
+    inputs = _Tensors(*saved[:6])
+    B, H, T, d_k = inputs.q.shape
+    d_v = inputs.log_v.shape[3]
     shapes = [(B, H, T, d_v), (B, H, d_k, d_v), (B, H, d_k)][: 3 if ctx.want_state else 1]
     acc = accumulation_dtype(inputs.q)
     filled = [
         inputs.q.new_zeros(shape, dtype=acc) if x is None else x
         for x, shape in zip(g, shapes, strict=False)
     ]
-    gradients = _attend_backward(filled, inputs, saved, ctx.segments)
+    gradients = _attend_backward(filled, inputs, saved[6:], ctx.segments)
     wanted = (None if x is None else g_x for x, g_x in zip(inputs, gradients, strict=True))
     return *wanted, None, None, None
 
@@ -369,14 +369,14 @@ def _segments(inputs: _Tensors, P: Constants, most: int) -> Segments | None:
     if S == 1:
         return None
     shapes = (G, S, d_k, d_v), (G * P.BLOCKS, S, d_k), (G, S, d_k), (G, S, d_v)
-    own = _saved(*(q.new_empty(shape, dtype=acc) for shape in shapes))
+    slots = _saved(*(q.new_empty(shape, dtype=acc) for shape in shapes))
     if log_f is None:
         # Nothing reads it. Triton 3.6 cannot compare a tuple that holds None with None.
-        sums = own.key
+        sums = slots.key
     else:
         padded = pad(log_f.to(acc), (0, 0, 0, S * chunks * P.C - T))
         sums = padded.unflatten(2, (S, -1)).sum(3).reshape(G, S)
-    return Segments(own, sums, chunks)
+    return Segments(slots, sums, chunks)
 
 
 def _programs_at_once(device: torch.device, P: Constants) -> int:
@@ -402,10 +402,8 @@ def fastest_segments(programs: int, chunks: int, at_once: int) -> int:
     """
 
     def time(segments: int) -> float:
-        return (
-            chunks
-            if segments == 1
-            else (1 + OWN_PART) * ceil_div(chunks, segments) + JOIN * segments + START
-        )
+        if segments == 1:
+            return chunks
+        return (1 + OWN_PART) * ceil_div(chunks, segments) + JOIN * segments + START
 
     return min(range(1, max(1, at_once // programs) + 1), key=time)

@@ -145,7 +145,8 @@ class Program(NamedTuple):
 @triton.jit
 def program_of(P: tl.constexpr):
     """Return what this program computes."""
-    g, block = (tl.program_id(0) // P.BLOCKS).to(tl.int64), tl.program_id(0) % P.BLOCKS
+    g = (tl.program_id(0) // P.BLOCKS).to(tl.int64)
+    block = tl.program_id(0) % P.BLOCKS
     part = block * (tl.num_programs(0) // P.BLOCKS).to(tl.int64) + g
     return Program(g, part, block, tl.arange(0, P.BK), block * P.BV + tl.arange(0, P.BV))
 
@@ -188,24 +189,13 @@ def packed_head(x, g, T, H, D: tl.constexpr):
 
 
 @triton.jit
-def state_of(x, g, part, P: tl.constexpr):
-    """The state of head g, None of None; its normalizer's column is in `part`."""
-    if x is None:
-        return None
-    else:
-        return Sums(x.s + g * P.D_K * P.D_V, x.z + part * P.D_K)
-
-
-@triton.jit
-def heads_of(x, g, P: tl.constexpr):
-    """Head g of all arguments."""
-    q, k, log_v, log_f = (
-        head_of(x.q, g, x.H),
-        head_of(x.k, g, x.H),
-        head_of(x.log_v, g, x.H),
-        head_of(x.log_f, g, x.H),
-    )
-    return Inputs(q, k, log_v, log_f, state_of(x.state, g, g, P), x.H, x.T)
+def heads_of(x, g):
+    """Head g of all arguments except the state, of which it is slot g."""
+    q = head_of(x.q, g, x.H)
+    k = head_of(x.k, g, x.H)
+    log_v = head_of(x.log_v, g, x.H)
+    log_f = head_of(x.log_f, g, x.H)
+    return Inputs(q, k, log_v, log_f, x.state, x.H, x.T)
 
 
 @triton.jit
@@ -217,32 +207,34 @@ def gradients_of(to, program, P: tl.constexpr):
     k = packed_head(to.k, part, to.T, to.H, P.D_K)
     log_v = packed_head(to.log_v, g, to.T, to.H, P.D_V)
     log_f = packed_head(to.log_f, part, to.T, to.H, 1)
-    return Inputs(q, k, log_v, log_f, state_of(to.state, g, part, P), to.H, to.T)
+    state = to.state
+    if state is not None:
+        state = Sums(state.s + g * P.D_K * P.D_V, state.z + part * P.D_K)
+    return Inputs(q, k, log_v, log_f, state, to.H, to.T)
 
 
 @triton.jit
 def load_chunk(head, n, length, column, fill, D: tl.constexpr, P: tl.constexpr):
     """Tokens of chunk n of a head, some of its D columns: (C, columns); `fill` where there is
     none."""
-    rows = tl.arange(0, P.C)
-    token = head.pointer + n * P.C * tl.cast(head.stride, tl.int64)
-    here = (n * P.C + rows < length)[:, None] & (column < D)[None, :]
-    return tl.load(token + rows[:, None] * head.stride + column[None, :], mask=here, other=fill).to(
-        P.ACC
-    )
+    pointers, here = _chunk_of(head, n, length, column, D, P)
+    return tl.load(pointers, mask=here, other=fill).to(P.ACC)
 
 
 @triton.jit
 def store_chunk(x, head, n, length, column, D: tl.constexpr, P: tl.constexpr):
     """Undo `load_chunk`."""
+    pointers, here = _chunk_of(head, n, length, column, D, P)
+    tl.store(pointers, x.to(head.pointer.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _chunk_of(head, n, length, column, D: tl.constexpr, P: tl.constexpr):
+    """Where these columns of chunk n are, (C, columns), and which of them there are."""
     rows = tl.arange(0, P.C)
     token = head.pointer + n * P.C * tl.cast(head.stride, tl.int64)
     here = (n * P.C + rows < length)[:, None] & (column < D)[None, :]
-    tl.store(
-        token + rows[:, None] * head.stride + column[None, :],
-        x.to(head.pointer.dtype.element_ty),
-        mask=here,
-    )
+    return token + rows[:, None] * head.stride + column[None, :], here
 
 
 @triton.jit
@@ -274,38 +266,34 @@ def empty(fill, dtype: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def load_state(of_head, n, program, fill, P: tl.constexpr):
-    """Load slot n of the states of a head; `fill` where there is none."""
-    here = (program.d < P.D_K)[:, None] & (program.e < P.D_V)[None, :]
-    of_slot = (
-        of_head.s
-        + n * tl.cast(P.D_K * P.D_V, tl.int64)
-        + program.d[:, None] * P.D_V
-        + program.e[None, :]
-    )
-    z = tl.load(of_head.z + n * P.D_K + program.d, mask=program.d < P.D_K, other=fill)
-    return Sums(tl.load(of_slot, mask=here, other=fill), z)
+def load_state(states, n, program, fill, P: tl.constexpr):
+    """Load slot n of states; `fill` where there is none."""
+    pointers, here = _slot_of(states, n, program, P)
+    z = tl.load(states.z + n * P.D_K + program.d, mask=program.d < P.D_K, other=fill)
+    return Sums(tl.load(pointers, mask=here, other=fill), z)
 
 
 @triton.jit
-def store_state(of_head, n, s, z, program, P: tl.constexpr):
+def store_state(states, n, s, z, program, P: tl.constexpr):
     """Undo `load_state`. All blocks of a head store the same normalizer's column."""
+    pointers, here = _slot_of(states, n, program, P)
+    tl.store(pointers, s, mask=here)
+    tl.store(states.z + n * P.D_K + program.d, z, mask=program.d < P.D_K)
+
+
+@triton.jit
+def _slot_of(states, n, program, P: tl.constexpr):
+    """Where s of slot n is, (BK, BV), and which of its elements there are."""
     here = (program.d < P.D_K)[:, None] & (program.e < P.D_V)[None, :]
-    of_slot = (
-        of_head.s
-        + n * tl.cast(P.D_K * P.D_V, tl.int64)
-        + program.d[:, None] * P.D_V
-        + program.e[None, :]
-    )
-    tl.store(of_slot, s, mask=here)
-    tl.store(of_head.z + n * P.D_K + program.d, z, mask=program.d < P.D_K)
+    slot = states.s + n * tl.cast(P.D_K * P.D_V, tl.int64)
+    return slot + program.d[:, None] * P.D_V + program.e[None, :], here
 
 
 @triton.jit
 def any_of(flags, count):
     """Whether one of `count` flags in memory is set."""
-    found = 0
+    is_set = 0
     for start in range(0, count, 1024):
         n = start + tl.arange(0, 1024)
-        found |= tl.max(tl.load(flags + n, mask=n < count, other=0).to(tl.int32), 0)
-    return found
+        is_set |= tl.max(tl.load(flags + n, mask=n < count, other=0).to(tl.int32), 0)
+    return is_set

@@ -22,7 +22,6 @@ from model.ops.log_attention.triton_arguments import (
     heads_of,
     load_state,
     program_of,
-    state_of,
     store_state,
 )
 from model.ops.log_attention.triton_math import NOTHING, finite
@@ -39,7 +38,8 @@ def exact_forward(x, outputs, saved, doubtful, counter, P: tl.constexpr):
     doubtful += program.g * (N + 1) * P.BLOCKS
     if any_of(doubtful, (N + 1) * P.BLOCKS) == 0:
         return
-    x, log_y = heads_of(x, program.g, P), head_of(outputs.log_y, program.g, x.H)
+    x = heads_of(x, program.g)
+    log_y = head_of(outputs.log_y, program.g, x.H)
     state = _state(x.state, program, NOTHING, P)
 
     repaired = 0
@@ -60,9 +60,7 @@ def exact_forward(x, outputs, saved, doubtful, counter, P: tl.constexpr):
     if program.block == 0:
         tl.atomic_add(counter, repaired)
     if outputs.state is not None:
-        store_state(
-            state_of(outputs.state, program.g, program.g, P), 0, state.s, state.z, program, P
-        )
+        store_state(outputs.state, program.g, state.s, state.z, program, P)
 
 
 @triton.jit
@@ -73,25 +71,25 @@ def exact_backward(g_of, x, saved, doubtful, counter, to, P: tl.constexpr):
     N = tl.cdiv(x.T, P.C)
     if any_of(doubtful + program.g * (N + 1) * P.BLOCKS, (N + 1) * P.BLOCKS) == 0:
         return
-    x, to, g_y = (
-        heads_of(x, program.g, P),
-        gradients_of(to, program, P),
-        head_of(g_of.log_y, program.g, x.H),
-    )
+    x = heads_of(x, program.g)
+    to = gradients_of(to, program, P)
+    g_y = head_of(g_of.log_y, program.g, x.H)
     spans = _spans_of(saved, program.g, P)
     if program.block == 0:
         tl.atomic_add(counter, N)
 
-    g = _state(state_of(g_of.state, program.g, program.g, P), program, 0.0, P)
-    g = Sums(g.s, tl.where(program.block == 0, g.z, 0.0))
+    g = _state(g_of.state, program, 0.0, P)
+    g = Sums(g.s, tl.where(program.block == 0, g.z, 0.0))  # one block counts the normalizer's
 
     for i in range(tl.cdiv(x.T, PART)):
+        # From the last part to the first.
         start = (tl.cdiv(x.T, PART) - 1 - i) * PART
+        stop = tl.minimum(start + PART, x.T)
         span = start // (P.SPAN * P.C)
         at_start = load_state(spans, span, program, NOTHING, P)
         at_start = _after_tokens(at_start, x, span * P.SPAN * P.C, start, program, P)
-        for j in range(tl.minimum(PART, x.T - start)):
-            t = tl.minimum(start + PART, x.T) - 1 - j
+        for j in range(stop - start):
+            t = stop - 1 - j
             before = _after_tokens(at_start, x, start, t, program, P)
             after = _after_tokens(before, x, t, t + 1, program, P)
             g = _store_read(g, g_y, x, t, after, to, program, P)
@@ -129,12 +127,12 @@ def _spans_of(saved, g, P: tl.constexpr):
 
 
 @triton.jit
-def _state(of_head, program, fill, P: tl.constexpr):
-    """The state of a head or its gradient; `fill` without one."""
-    if of_head is None:
+def _state(states, program, fill, P: tl.constexpr):
+    """The state of the program's head or its gradient; `fill` without one."""
+    if states is None:
         return empty(fill, tl.float64, P)
     else:
-        state = load_state(of_head, 0, program, fill, P)
+        state = load_state(states, program.g, program, fill, P)
         return Sums(state.s.to(tl.float64), state.z.to(tl.float64))
 
 
@@ -144,7 +142,8 @@ def _after_tokens(state, x, start, stop, program, P: tl.constexpr):
     for t in range(start, stop):
         if x.log_f is not None:
             state = _left(state, x, t)
-        k_t, v_t = _load(x.k, t, program.d, P.D_K), _load(x.log_v, t, program.e, P.D_V)
+        k_t = _load(x.k, t, program.d, P.D_K)
+        v_t = _load(x.log_v, t, program.e, P.D_V)
         state = Sums(_logaddexp(state.s, k_t[:, None] + v_t[None, :]), _logaddexp(state.z, k_t))
     return state
 
@@ -179,8 +178,10 @@ def _share(part, whole):
 @triton.jit
 def _store_read(g, g_y, x, t, state, to, program, P: tl.constexpr):
     """Store the gradient of query t, and add that of the state that it reads to g."""
-    q_t, g_t = _load(x.q, t, program.d, P.D_K), _load(g_y, t, program.e, P.D_V, 0.0)
-    log_S, log_Z = _logsumexp(q_t[:, None] + state.s), _logsumexp(q_t + state.z)
+    q_t = _load(x.q, t, program.d, P.D_K)
+    g_t = _load(g_y, t, program.e, P.D_V, 0.0)
+    log_S = _logsumexp(q_t[:, None] + state.s)
+    log_Z = _logsumexp(q_t + state.z)
     read = g_t[None, :] * _share(q_t[:, None] + state.s, log_S[None, :])
     read_z = -tl.sum(g_t, 0) * _share(q_t + state.z, log_Z)
     _store(to.q, t, program.d, P.D_K, tl.sum(read, 1) + read_z)
@@ -190,10 +191,9 @@ def _store_read(g, g_y, x, t, state, to, program, P: tl.constexpr):
 @triton.jit
 def _store_written(g, x, t, state, to, program, P: tl.constexpr):
     """Store the gradients of key and value t, given that of the state with them."""
-    k_t, v_t = _load(x.k, t, program.d, P.D_K), _load(x.log_v, t, program.e, P.D_V)
-    written, written_z = (
-        g.s * _share(k_t[:, None] + v_t[None, :], state.s),
-        g.z * _share(k_t, state.z),
-    )
+    k_t = _load(x.k, t, program.d, P.D_K)
+    v_t = _load(x.log_v, t, program.e, P.D_V)
+    written = g.s * _share(k_t[:, None] + v_t[None, :], state.s)
+    written_z = g.z * _share(k_t, state.z)
     _store(to.k, t, program.d, P.D_K, tl.sum(written, 1) + written_z)
     _store(to.log_v, t, program.e, P.D_V, tl.sum(written, 0))

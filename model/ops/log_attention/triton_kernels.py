@@ -25,7 +25,6 @@ from model.ops.log_attention.triton_arguments import (
     load_chunk,
     load_state,
     program_of,
-    state_of,
     store_chunk,
     store_gates,
     store_state,
@@ -78,81 +77,99 @@ def forward_sweep(x, outputs, saved, doubtful, segments, OWN: tl.constexpr, P: t
     """
     program = program_of(P)
     N = tl.cdiv(x.T, P.C)
-    x, log_y = heads_of(x, program.g, P), head_of(outputs.log_y, program.g, x.H)
+    x = heads_of(x, program.g)
+    log_y = head_of(outputs.log_y, program.g, x.H)
     doubtful += program.g * (N + 1) * P.BLOCKS + program.block
     if saved is not None:
         saved = _slots_of(saved, program.g, P)
 
-    M, z, key, value = _first_state(x, program, P)
+    state = _first_state(x, program, P)
     if segments is not None and not OWN:
-        M, z, key, value = _after_segments(State(M, z, key, value), x, segments, program, P)
+        state = _after_segments(state, x, segments, program, P)
     first, stop = chunks_of(segments, N)
     for n in tl.range(first, stop, disable_licm=True):  # what is hoisted would take registers
         gates = gates_of(x.log_f, n, x.T, P)
-        k_n = load_chunk(x.k, n, x.T, program.d, NOTHING, P.D_K, P)  # (C, BK)
-        v_n = load_chunk(x.log_v, n, x.T, program.e, NOTHING, P.D_V, P)  # (C, BV)
-        key_before = key
-        value_before = value
-        key = tl.maximum(key, frame_of(tl.max(k_n, 0) * LOG2E, P.OPERAND))
-        value = tl.maximum(value, frame_of(tl.max(v_n, 0) * LOG2E, P.OPERAND))
-        if x.log_f is not None:
-            left_k, left_v = left_after_resets(gates, k_n), left_after_resets(gates, v_n)
-        decay = power_of_two(key_before - finite(key))  # at most 1
-        M *= decay[:, None] * power_of_two(value_before - finite(value))[None, :]
-        z *= decay
-        e_k = once(exp_measured(k_n, finite(key)[None, :], P.OPERAND).to(P.OPERAND), P)
-        e_v = once(exp_measured(v_n, finite(value)[None, :], P.OPERAND).to(P.OPERAND), P)
+        k = _keys(x, n, program, P)
+        log_v = _values(x, n, program, P)
+        # The chunk's frames are above the keys and values so far, its own included.
+        key = tl.maximum(state.key, frame_of(tl.max(k, 0) * LOG2E, P.OPERAND))
+        value = tl.maximum(state.value, frame_of(tl.max(log_v, 0) * LOG2E, P.OPERAND))
+        left_k = left_after_resets(gates, k)
+        left_v = left_after_resets(gates, log_v)
+        decay = power_of_two(state.key - finite(key))  # at most 1
+        M = state.M * (decay[:, None] * power_of_two(state.value - finite(value))[None, :])
+        scaled = State(M, state.z * decay, key, value)
+        e_k = _exp_in_frame(k, key, P)
+        e_v = _exp_in_frame(log_v, value, P)
         if saved is not None:
-            _save(saved, n, State(M, z, key, value), program, P)
+            _save(saved, n, scaled, program, P)
         if not OWN:
-            e_q = exp_of_queries(load_chunk(x.q, n, x.T, program.d, 0.0, P.D_K, P), key, P)
-            A = product(e_q, tl.trans(e_k), P)
-            z_read = tl.sum(e_q.to(P.ACC) * z[None, :], 1)
-            # sums (C, BV), z_sums (C,).
-            _, sums, z_sums = _causal_sums(A, between(gates, A), e_q, e_v, M, z_read, gates, P)
-            y = log_of_scaled(sums * (1.0 / z_sums)[:, None], finite(value)[None, :])
-            store_chunk(y, log_y, n, x.T, program.e, P.D_V, P)
-            unsure = 0
-            if _some_doubtful(sums, z_sums, n, x, program, P):
-                # Loaded again to save registers.
-                k_n = load_chunk(x.k, n, x.T, program.d, NOTHING, P.D_K, P)
-                v_n = load_chunk(x.log_v, n, x.T, program.e, NOTHING, P.D_V, P)
-                terms, z_terms = _visible_terms(k_n, v_n, key_before, value_before, gates, P)
-                unsure |= _lacks_something(sums, z_sums, terms, z_terms, n, x, program, P)
+            unsure = _write_outputs(log_y, x, n, state, scaled, e_k, e_v, gates, program, P)
             tl.store(doubtful + n * P.BLOCKS, unsure)
-        to_end = times(e_k, gates.end)
-        M = times(M, gates.total) + product(tl.trans(to_end), e_v, P)
-        z = times(z, gates.total) + tl.sum(to_end.to(P.ACC), 0)
-        if x.log_f is not None:
-            key, value = tl.where(left_k, key, NOTHING), tl.where(left_v, value, NOTHING)
-            key_in_chunk = key
-            key = after_gates(key, z, P)
-            decay = forgotten(gates, key_in_chunk, key, P)
-            M = M * decay[:, None]
-            z = z * decay
+        state = _after_chunk(scaled, e_k, e_v, gates, left_k, left_v, P)
 
     if OWN:
-        _save(
-            _slots_of(segments.own, program.g, P),
-            tl.program_id(1),
-            State(M, z, key, value),
-            program,
-            P,
-        )
+        slots = _slots_of(segments.own, program.g, P)
+        _save(slots, tl.program_id(1), state, program, P)
     elif stop == N:
-        lost = 0
         if saved is not None:
-            _save(saved, N, State(M, z, key, value), program, P)
+            _save(saved, N, state, program, P)
+        lost = 0
         if outputs.state is not None:
-            seen = (key > NOTHING)[:, None] & (value > NOTHING)[None, :]
-            lost |= _largest((seen & is_doubtful(M, P.CERTAIN)).to(tl.int32))
-            lost |= tl.max(((key > NOTHING) & is_doubtful(z, P.CERTAIN)).to(tl.int32))
-            log_s = log_of_scaled(M, finite(key)[:, None] + finite(value)[None, :])
-            log_z = log_of_scaled(z, finite(key))
-            store_state(
-                state_of(outputs.state, program.g, program.g, P), 0, log_s, log_z, program, P
-            )
+            lost = _write_final_state(outputs.state, state, program, P)
         tl.store(doubtful + N * P.BLOCKS, lost)
+
+
+@triton.jit
+def _write_outputs(log_y, x, n, before, scaled, e_k, e_v, gates, program, P: tl.constexpr):
+    """Write log_y of chunk n, and return whether it is doubtful.
+
+    Args:
+        before: the state before the chunk, in the frames before it.
+        scaled: the same state in the frames of the chunk.
+    """
+    e_q = _exp_of_queries(x, n, scaled.key, program, P)
+    A = product(e_q, tl.trans(e_k), P)
+    z_read = tl.sum(e_q.to(P.ACC) * scaled.z[None, :], 1)
+    _, sums, z_sums = _causal_sums(A, between(gates, A), e_q, e_v, scaled.M, z_read, gates, P)
+    # log_y = log(sums / z_sums) + value ln 2.
+    y = log_of_scaled(sums * (1.0 / z_sums)[:, None], finite(scaled.value)[None, :])
+    store_chunk(y, log_y, n, x.T, program.e, P.D_V, P)
+    unsure = 0
+    if _some_doubtful(sums, z_sums, n, x, program, P):
+        terms, z_terms = _visible_terms(x, n, before, gates, program, P)
+        unsure |= _lacks_something(sums, z_sums, terms, z_terms, n, x, program, P)
+    return unsure
+
+
+@triton.jit
+def _after_chunk(state, e_k, e_v, gates, left_k, left_v, P: tl.constexpr):
+    """Return the state after a chunk: M + e_k^T e_v, in the frames that gates and resets leave."""
+    to_end = times(e_k, gates.end)
+    M = times(state.M, gates.total) + product(tl.trans(to_end), e_v, P)
+    z = times(state.z, gates.total) + tl.sum(to_end.to(P.ACC), 0)
+    if left_k is None:
+        return State(M, z, state.key, state.value)
+    else:
+        key = tl.where(left_k, state.key, NOTHING)
+        value = tl.where(left_v, state.value, NOTHING)
+        key_after = after_gates(key, z, P)
+        decay = forgotten(gates, key, key_after, P)
+        return State(M * decay[:, None], z * decay, key_after, value)
+
+
+@triton.jit
+def _write_final_state(to, state, program, P: tl.constexpr):
+    """Write the logarithm of a state, and return whether it is doubtful."""
+    M, z, key, value = state
+    has_key = key > NOTHING
+    has_term = has_key[:, None] & (value > NOTHING)[None, :]
+    lost = _largest((has_term & is_doubtful(M, P.CERTAIN)).to(tl.int32))
+    lost |= tl.max((has_key & is_doubtful(z, P.CERTAIN)).to(tl.int32))
+    log_s = log_of_scaled(M, finite(key)[:, None] + finite(value)[None, :])
+    log_z = log_of_scaled(z, finite(key))
+    store_state(to, program.g, log_s, log_z, program, P)
+    return lost
 
 
 @triton.jit
@@ -166,122 +183,141 @@ def backward_sweep(g_of, x, saved, doubtful, to, segments, OWN: tl.constexpr, P:
     N = tl.cdiv(x.T, P.C)
     if any_of(doubtful + program.g * (N + 1) * P.BLOCKS, (N + 1) * P.BLOCKS):
         return  # exact_backward computes this head
-    x, to, g_y = (
-        heads_of(x, program.g, P),
-        gradients_of(to, program, P),
-        head_of(g_of.log_y, program.g, x.H),
-    )
+    x = heads_of(x, program.g)
+    to = gradients_of(to, program, P)
+    g_y = head_of(g_of.log_y, program.g, x.H)
     saved = _slots_of(saved, program.g, P)
 
     first, stop = chunks_of(segments, N)
-    M, z, key, value = _saved(saved, N, program, P)
-    g_M, g_z = empty(0.0, P.ACC, P)
-    if g_of.state is not None and not OWN:
-        g_s, g_norm = load_state(state_of(g_of.state, program.g, program.g, P), 0, program, 0.0, P)
-        g_M = _over(g_s, M.to(P.ACC))
-        if program.block == 0:
-            g_z = _over(g_norm, z)
+    g = _grad_of_final_state(None if OWN else g_of.state, saved, N, program, P)
     if segments is not None and not OWN:
-        g_M, g_z, key, value = _before_segments(
-            State(g_M, g_z, key, value), x, saved, segments, program, P
-        )
-
+        g = _before_segments(g, x, saved, segments, program, P)
+    g_M, g_z, key, value = g
     for i in tl.range(stop - first, disable_licm=True):
         n = stop - 1 - i
+        # Compute the chunk again, as `forward_sweep` does.
         gates = gates_of(x.log_f, n, x.T, P)
         M, z, key, value = _saved(saved, n, program, P)
-        k_n = load_chunk(x.k, n, x.T, program.d, NOTHING, P.D_K, P)  # (C, BK)
-        e_k = once(exp_measured(k_n, finite(key)[None, :], P.OPERAND).to(P.OPERAND), P)
+        e_k = _exp_in_frame(_keys(x, n, program, P), key, P)
         to_end = times(e_k, gates.end)
-        v_n = load_chunk(x.log_v, n, x.T, program.e, NOTHING, P.D_V, P)  # (C, BV)
-        e_v = once(exp_measured(v_n, finite(value)[None, :], P.OPERAND).to(P.OPERAND), P)
-        e_q = exp_of_queries(load_chunk(x.q, n, x.T, program.d, 0.0, P.D_K, P), key, P)
+        e_v = _exp_in_frame(_values(x, n, program, P), value, P)
+        e_q = _exp_of_queries(x, n, key, program, P)
         A = product(e_q, tl.trans(e_k), P)
         within = between(gates, A)
         A, sums, z_sums = _causal_sums(A, within, e_q, e_v, M, applied(e_q, z, P), gates, P)
+
+        # log_y = log(sums / z_sums), and sums = e_q M + A e_v.
         g_n = load_chunk(g_y, n, x.T, program.e, 0.0, P.D_V, P)  # (C, BV)
-        # log_y = log(sums / z_sums).
-        g_sums, g_z_sums = (
-            _over(g_n, sums),
-            _over(-tl.sum(g_n, 1), z_sums),
-        )
-        # Of what is read from the state.
-        g_read, g_z_read = (
-            times(g_sums, gates.start).to(P.OPERAND),
-            times(g_z_sums, gates.start),
-        )
+        g_sums = _divide(g_n, sums)
+        g_z_sums = _divide(-tl.sum(g_n, 1), z_sums)
+        g_read = times(g_sums, gates.start).to(P.OPERAND)  # of e_q M
+        g_z_read = times(g_z_sums, gates.start)
         g_sums = g_sums.to(P.OPERAND)
+        g_A = product(g_sums, tl.trans(e_v), P) + g_z_sums[:, None]
+        g_A = weigh(g_A, within).to(P.OPERAND)  # (C, C)
+
+        # The gradient of M: from the state after the chunk to the one before it.
+        g_M, g_z, g_after, key, value = _grad_in_frames_of(n, g_M, g_z, saved, gates, program, P)
         if not OWN:
-            g_A = product(g_sums, tl.trans(e_v), P) + g_z_sums[:, None]
-            g_A = weigh(g_A, within).to(P.OPERAND)  # (C, C)
-        # From here on, g_M and g_z are in chunk n's frames. States and frames are loaded again to
-        # save registers.
-        M, z, key_after, value_after = _saved(saved, n + 1, program, P)
-        if x.log_f is not None and not OWN:
-            g_after = tl.sum(g_M * M.to(P.ACC), 1) + g_z * z
-        _, _, key, value = _saved(saved, n, program, P)
-        decay = forgotten(gates, key, key_after, P)
-        if x.log_f is None:
-            value_decay = power_of_two(value - finite(value_after))  # at most 1
-        else:
-            # After a reset a frame can shrink, but then there is nothing to scale.
-            value_decay = power_of_two(tl.minimum(value - finite(value_after), 0.0))
-        g_M *= decay[:, None] * value_decay[None, :]
-        g_z *= decay
-        if not OWN:
-            to_v = product(to_end, g_M, P)  # through later queries, and then the chunk's own
-            to_v += product(tl.trans(A), g_sums, P)
-            store_chunk(to_v * e_v.to(P.ACC), to.log_v, n, x.T, program.e, P.D_V, P)
-            to_k = times(product(e_v, tl.trans(g_M), P) + once(g_z, P)[None, :], gates.end)
-            to_k += product(tl.trans(g_A), e_q, P)
-            g_k = to_k * e_k.to(P.ACC)
-            store_chunk(g_k, to.k, n, x.T, program.d, P.D_K, P)
-            g_rows = -tl.sum(g_k, 1)
+            g_rows = _write_grad_of_keys_and_values(
+                to, n, x.T, e_q, e_k, e_v, to_end, A, g_A, g_sums, g_M, g_z, gates, program, P
+            )
         g_M = times(g_M, gates.total) + product(tl.trans(e_q), g_read, P)
         g_z = times(g_z, gates.total) + applied(tl.trans(e_q), g_z_read, P)
         if not OWN:
+            # g_q = (g_read M^T + g_A e_k) e_q.
             M, z = load_state(saved.state, n, program, 0.0, P)
-            to_q = product(g_read, tl.trans(M), P) + g_z_read[:, None] * z[None, :]
-            to_q += product(g_A, e_k, P)
-            g_q = to_q * e_q.to(P.ACC)
+            g_q = product(g_read, tl.trans(M), P) + g_z_read[:, None] * z[None, :]
+            g_q += product(g_A, e_k, P)
+            g_q *= e_q.to(P.ACC)
             store_chunk(g_q, to.q, n, x.T, program.d, P.D_K, P)
             if x.log_f is not None:
-                store_gates(
-                    gates_gradient(g_rows + tl.sum(g_q, 1), g_after, gates), to.log_f, n, x.T, P
-                )
+                g_f = gates_gradient(g_rows + tl.sum(g_q, 1), g_after, gates)
+                store_gates(g_f, to.log_f, n, x.T, P)
 
     if OWN:
         store_state(_own_gradients(segments, program, P), tl.program_id(1), g_M, g_z, program, P)
     elif x.state is not None:
         if first == 0:
-            s, norm = load_state(x.state, 0, program, NOTHING, P)
+            s, norm = load_state(x.state, program.g, program, NOTHING, P)
             g_s = g_M * exp_measured(s, finite(key)[:, None] + finite(value)[None, :], P.ACC)
             store_state(to.state, 0, g_s, g_z * exp_measured(norm, finite(key), P.ACC), program, P)
+
+
+@triton.jit
+def _grad_of_final_state(g_state, saved, N, program, P: tl.constexpr):
+    """Return the gradient of M and z after the last chunk, and their frames; 0 if g_state is
+    None."""
+    M, z, key, value = _saved(saved, N, program, P)
+    g_M, g_z = empty(0.0, P.ACC, P)
+    if g_state is not None:
+        g_s, g_norm = load_state(g_state, program.g, program, 0.0, P)
+        g_M = _divide(g_s, M.to(P.ACC))
+        if program.block == 0:
+            g_z = _divide(g_norm, z)
+    return State(g_M, g_z, key, value)
+
+
+@triton.jit
+def _grad_in_frames_of(n, g_M, g_z, saved, gates, program, P: tl.constexpr):
+    """Return g_M and g_z in the frames of chunk n, given those in the frames after it.
+
+    Also their product with the state after the chunk, summed over values (BK,), and the frames.
+    States and frames are loaded again to save registers.
+    """
+    M, z, key_after, value_after = _saved(saved, n + 1, program, P)
+    g_after = tl.sum(g_M * M.to(P.ACC), 1) + g_z * z
+    _, _, key, value = _saved(saved, n, program, P)
+    decay = forgotten(gates, key, key_after, P)
+    value_step = value - finite(value_after)
+    if gates.total is not None:
+        # After a reset a frame can shrink, but then there is nothing to scale.
+        value_step = tl.minimum(value_step, 0.0)
+    g_M *= decay[:, None] * power_of_two(value_step)[None, :]
+    return g_M, g_z * decay, g_after, key, value
+
+
+@triton.jit
+def _write_grad_of_keys_and_values(
+    to, n, T, e_q, e_k, e_v, to_end, A, g_A, g_sums, g_M, g_z, gates, program, P: tl.constexpr
+):
+    """Write the gradients of a chunk's keys and values, which its queries read and, through M,
+    later ones. Return minus the sums of those of keys (C,)."""
+    # g_v = (to_end g_M + A^T g_sums) e_v.
+    g_v = product(to_end, g_M, P)
+    g_v += product(tl.trans(A), g_sums, P)
+    store_chunk(g_v * e_v.to(P.ACC), to.log_v, n, T, program.e, P.D_V, P)
+    # g_k = (e_v g_M^T end + g_A^T e_q) e_k.
+    g_k = times(product(e_v, tl.trans(g_M), P) + once(g_z, P)[None, :], gates.end)
+    g_k += product(tl.trans(g_A), e_q, P)
+    g_k *= e_k.to(P.ACC)
+    store_chunk(g_k, to.k, n, T, program.d, P.D_K, P)
+    return -tl.sum(g_k, 1)
 
 
 @triton.jit
 def _after_segments(state, x, segments, program, P: tl.constexpr):
     """Return the state before this program's segment, given that before the first."""
     M, z, key, value = state
-    own = _slots_of(segments.own, program.g, P)
+    slots = _slots_of(segments.own, program.g, P)
     for s in range(tl.program_id(1)):
         log_f = gates_of_segment(x, segments, s, program.g)
         key_before = key
         value_before = value
-        M_s, z_s, key_s, value_s = _saved(own, s, program, P)
+        M_s, z_s, key_s, value_s = _saved(slots, s, program, P)
         if log_f is None:
             key = tl.maximum(key, key_s)
             value = tl.maximum(value, value_s)
         else:
             key = tl.maximum(frame_of(key + log_f * LOG2E, P.OPERAND), key_s)
-            # Of columns without values in the segment.
+            # A column without values in the segment keeps its frame, unless there is a reset.
             value_left = tl.where(log_f > NOTHING, value, NOTHING)
             value = tl.where(value_s > NOTHING, tl.maximum(value, value_s), value_left)
         decay, value_decay = _across(key_before, key, value_before, value, log_f)
-        own_decay = power_of_two(key_s - finite(key))
+        decay_s = power_of_two(key_s - finite(key))
         M = M * decay[:, None] * value_decay[None, :]
-        M += M_s * own_decay[:, None] * power_of_two(value_s - finite(value))[None, :]
-        z = z * decay + z_s * own_decay
+        M += M_s * decay_s[:, None] * power_of_two(value_s - finite(value))[None, :]
+        z = z * decay + z_s * decay_s
     return State(M, z, key, value)
 
 
@@ -297,10 +333,10 @@ def _before_segments(g, x, saved, segments, program, P: tl.constexpr):
         key_after = key
         value_after = value
         _, _, key, value = _saved(saved, s * segments.chunks, program, P)
-        own_M, own_z = load_state(_own_gradients(segments, program, P), s, program, 0.0, P)
+        g_M_s, g_z_s = load_state(_own_gradients(segments, program, P), s, program, 0.0, P)
         decay, value_decay = _across(key, key_after, value, value_after, log_f)
-        g_M = g_M * decay[:, None] * value_decay[None, :] + own_M
-        g_z = g_z * decay + own_z
+        g_M = g_M * decay[:, None] * value_decay[None, :] + g_M_s
+        g_z = g_z * decay + g_z_s
     return State(g_M, g_z, key, value)
 
 
@@ -308,9 +344,9 @@ def _before_segments(g, x, saved, segments, program, P: tl.constexpr):
 def _own_gradients(segments, program, P: tl.constexpr):
     """Where the gradients of a program's segments are: each block of value columns has its part of
     the normalizer's."""
-    own = segments.own.state
+    state = segments.own.state
     keys = segments.own.slots * P.D_K
-    return Sums(own.s + program.g * keys * P.D_V, own.z + program.part * keys)
+    return Sums(state.s + program.g * keys * P.D_V, state.z + program.part * keys)
 
 
 @triton.jit
@@ -324,9 +360,28 @@ def _across(key, key_after, value, value_after, log_f):
 
 
 @triton.jit
-def exp_of_queries(q, key, P: tl.constexpr):
-    """Return e_q for q (C, BK): scaled by a power of two for each row, including the frame of the
-    keys."""
+def _keys(x, n, program, P: tl.constexpr):
+    """The keys of chunk n (C, BK)."""
+    return load_chunk(x.k, n, x.T, program.d, NOTHING, P.D_K, P)
+
+
+@triton.jit
+def _values(x, n, program, P: tl.constexpr):
+    """log_v of chunk n (C, BV)."""
+    return load_chunk(x.log_v, n, x.T, program.e, NOTHING, P.D_V, P)
+
+
+@triton.jit
+def _exp_in_frame(x, frame, P: tl.constexpr):
+    """e_k or e_v: exp(x) 2^-frame of x (C, .), with a frame for each column."""
+    return once(exp_measured(x, finite(frame)[None, :], P.OPERAND).to(P.OPERAND), P)
+
+
+@triton.jit
+def _exp_of_queries(x, n, key, program, P: tl.constexpr):
+    """Return e_q of chunk n (C, BK): scaled by a power of two for each row, including the frame of
+    the keys."""
+    q = load_chunk(x.q, n, x.T, program.d, 0.0, P.D_K, P)
     row = frame_of(tl.max(q * LOG2E + key[None, :], 1), P.OPERAND)
     # With a lost key, e_q is 0 as well.
     row = tl.where(tl.maximum(row, tl.max(key, 0)) == LOST, 2 * LOST, row)
@@ -340,7 +395,8 @@ def _causal_sums(A, within, e_q, e_v, M, z_read, gates, P: tl.constexpr):
     A = weigh(A, within)
     z_sums = times(z_read, gates.start) + tl.sum(A, 1)
     A = A.to(P.OPERAND)
-    return A, times(product(e_q, M, P), gates.start) + product(A, e_v, P), z_sums
+    sums = times(product(e_q, M, P), gates.start) + product(A, e_v, P)
+    return A, sums, z_sums
 
 
 @triton.jit
@@ -348,16 +404,12 @@ def _first_state(x, program, P: tl.constexpr):
     """Return the state before the first token."""
     if x.state is None:
         M, z = empty(0.0, P.ACC, P)
-        key, value = (
-            tl.full(program.d.shape, NOTHING, P.ACC),
-            tl.full(program.e.shape, NOTHING, P.ACC),
-        )
+        key = tl.full(program.d.shape, NOTHING, P.ACC)
+        value = tl.full(program.e.shape, NOTHING, P.ACC)
     else:
-        s, z = load_state(x.state, 0, program, NOTHING, P)
-        key, value = (
-            frame_of(z * LOG2E, P.OPERAND),
-            frame_of(tl.max(s - finite(z)[:, None], 0) * LOG2E, P.OPERAND),
-        )
+        s, z = load_state(x.state, program.g, program, NOTHING, P)
+        key = frame_of(z * LOG2E, P.OPERAND)
+        value = frame_of(tl.max(s - finite(z)[:, None], 0) * LOG2E, P.OPERAND)
         M = exp_measured(s, finite(key)[:, None] + finite(value)[None, :], P.ACC)
         z = exp_measured(z, finite(key), P.ACC)
     return State(M, z, key, value)
@@ -384,12 +436,8 @@ def _saved(saved, n, program, P: tl.constexpr):
     """Undo `_save`."""
     M, z = load_state(saved.state, n, program, 0.0, P)
     key = tl.load(saved.key + n * P.D_K + program.d, mask=program.d < P.D_K, other=NOTHING)
-    return State(
-        M,
-        z,
-        key,
-        tl.load(saved.value + n * P.D_V + program.e, mask=program.e < P.D_V, other=NOTHING),
-    )
+    value = tl.load(saved.value + n * P.D_V + program.e, mask=program.e < P.D_V, other=NOTHING)
+    return State(M, z, key, value)
 
 
 @triton.jit
@@ -418,48 +466,48 @@ def _largest(x):
 
 
 @triton.jit
-def _visible_terms(k, v, key_before, value_before, gates, P: tl.constexpr):
-    """Whether the sums (C, BV) and those of the normalizer (C,) have terms: earlier ones that no
-    reset hides."""
-    rows = tl.arange(0, P.C)
-    alive = tl.max((k != NOTHING).to(tl.int32), 1) > 0  # (C,); NaN is alive
-    values = alive[:, None] & (v != NOTHING)
-    # 0 if earlier tokens are terms, else C.
-    before_k = tl.where(tl.max(key_before, 0) > NOTHING, 0, P.C)
-    before_v = tl.where(value_before > NOTHING, before_k, P.C)  # (BV,)
-    if gates.each is None:  # all from the first on
-        first_k = tl.minimum(tl.min(tl.where(alive, rows, P.C), 0), before_k)
-        first_v = tl.minimum(tl.min(tl.where(values, rows[:, None], P.C), 0), before_v)
-        return rows[:, None] >= first_v[None, :], rows >= first_k
+def _visible_terms(x, n, before, gates, program, P: tl.constexpr):
+    """Whether the sums of chunk n (C, BV) and those of the normalizer (C,) have terms: earlier ones
+    that no reset hides. `before` has the frames before the chunk."""
+    k = _keys(x, n, program, P)  # loaded again to save registers
+    log_v = _values(x, n, program, P)
+    t = tl.arange(0, P.C)
+    has_key = tl.max((k != NOTHING).to(tl.int32), 1) > 0  # (C,); NaN is a term
+    has_value = has_key[:, None] & (log_v != NOTHING)
+    # 0 if tokens before the chunk are terms, else C.
+    before_k = tl.where(tl.max(before.key, 0) > NOTHING, 0, P.C)
+    before_v = tl.where(before.value > NOTHING, before_k, P.C)  # (BV,)
+    if gates.each is None:  # all queries from the first term on
+        first_k = tl.minimum(tl.min(tl.where(has_key, t, P.C), 0), before_k)
+        first_v = tl.minimum(tl.min(tl.where(has_value, t[:, None], P.C), 0), before_v)
+        return t[:, None] >= first_v[None, :], t >= first_k
     else:
         segment = gates.segment
-        start = segment == 0
-        # (C, C).
-        visible = (segment[:, None] == segment[None, :]) & (rows[:, None] >= rows[None, :])
+        sees_before = segment == 0
+        # (C, C): no reset is between query and key.
+        visible = (segment[:, None] == segment[None, :]) & (t[:, None] >= t[None, :])
         # Without `once`, Triton 3.7 does not compile it for 64 keys and 32 values on compute
         # capability 8.0. Triton's interpreter takes the bits of a truth value for those of a
         # bfloat16, unless they pass through another type.
-        visible_1, values_1 = (
-            once(visible.to(P.ACC).to(P.OPERAND), P),
-            once(values.to(P.ACC).to(P.OPERAND), P),
-        )
-        tokens = product(visible_1, values_1, P) > 0.0
-        z_tokens = tl.max((visible & alive[None, :]).to(tl.int32), 1) > 0
-        return tokens | (start[:, None] & (before_v == 0)[None, :]), z_tokens | (
-            start & (before_k == 0)
-        )
+        sees = once(visible.to(P.ACC).to(P.OPERAND), P)
+        values = once(has_value.to(P.ACC).to(P.OPERAND), P)
+        terms = product(sees, values, P) > 0.0
+        z_terms = tl.max((visible & has_key[None, :]).to(tl.int32), 1) > 0
+        terms |= sees_before[:, None] & (before_v == 0)[None, :]
+        z_terms |= sees_before & (before_k == 0)
+        return terms, z_terms
 
 
 @triton.jit
 def _lacks_something(sums, z_sums, terms, z_terms, n, x, program, P: tl.constexpr):
     """Whether a sum with terms is doubtful. An empty sum is 0, and certain."""
-    real = (n * P.C + tl.arange(0, P.C) < x.T)[:, None] & (program.e < P.D_V)[None, :]
+    here = (n * P.C + tl.arange(0, P.C) < x.T)[:, None] & (program.e < P.D_V)[None, :]
     small = is_doubtful(sums, P.CERTAIN) & terms
     small |= (is_doubtful(z_sums, P.CERTAIN) & z_terms)[:, None]
-    return _largest((small & real).to(tl.int32))
+    return _largest((small & here).to(tl.int32))
 
 
 @triton.jit
-def _over(a, b):
+def _divide(a, b):
     """a / b; 0 for an empty sum b."""
     return tl.where(b == 0.0, 0.0, a * reciprocal(b))

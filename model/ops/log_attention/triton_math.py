@@ -154,9 +154,11 @@ def once(x, P: tl.constexpr):
 @triton.jit
 def product(a, b, P: tl.constexpr):
     """a @ b with operands of type OPERAND and sums in ACC."""
-    a, b = a.to(P.OPERAND), b.to(P.OPERAND)
+    a = a.to(P.OPERAND)
+    b = b.to(P.OPERAND)
     if INTERPRETED:  # its dot treats bfloat16 as integers
-        a, b = a.to(P.ACC), b.to(P.ACC)
+        a = a.to(P.ACC)
+        b = b.to(P.ACC)
     return tl.dot(a, b, input_precision=P.PRECISION, out_dtype=P.ACC)
 
 
@@ -213,14 +215,13 @@ def gates_of(log_f, n, T, P: tl.constexpr):
         high = (bounded + large) - large
         low = bounded - high
         is_reset = (f == NOTHING).to(tl.int32)
-        highs, lows, high_total, low_total = (
-            tl.cumsum(high, 0),
-            tl.cumsum(low, 0),
-            tl.sum(high, 0),
-            tl.sum(low, 0),
-        )
+        highs = tl.cumsum(high, 0)
+        lows = tl.cumsum(low, 0)
+        high_total = tl.sum(high, 0)
+        low_total = tl.sum(low, 0)
         end = (high_total - highs) + (low_total - lows)
-        segment, resets = tl.cumsum(is_reset, 0), tl.sum(is_reset, 0)
+        segment = tl.cumsum(is_reset, 0)
+        resets = tl.sum(is_reset, 0)
         return ChunkGates(
             f, highs, lows, segment, highs + lows, end, high_total + low_total, resets
         )
@@ -274,9 +275,13 @@ def times(x, log_factor):
 
 @triton.jit
 def left_after_resets(gates, x):
-    """Which features of keys, or columns of values, x (C, .), the state after a chunk can have."""
-    after_reset = tl.max(tl.where((gates.segment == gates.resets)[:, None], x, NOTHING), 0)
-    return (after_reset > NOTHING) | (gates.resets == 0)
+    """Which features of keys, or columns of values, x (C, .), the state after a chunk can have.
+    None without gates: all."""
+    if gates.each is None:
+        return None
+    else:
+        after_reset = tl.max(tl.where((gates.segment == gates.resets)[:, None], x, NOTHING), 0)
+        return (after_reset > NOTHING) | (gates.resets == 0)
 
 
 @triton.jit

@@ -33,8 +33,17 @@ def backward(
     g_p = log_p.new_empty(log_p.shape)
     g_h = h.new_empty(h.shape)
     g_start = start.new_empty(start.shape)
-    gradients = {"g_s": g_s.contiguous(), "g_p": g_p, "g_h": g_h, "g_start": g_start}
-    _launch(recurrence_backward, log_p, h, start=start.contiguous(), s=s, **gradients)
+    _launch(
+        recurrence_backward,
+        log_p,
+        h,
+        start=start.contiguous(),
+        s=s,
+        g_s=g_s.contiguous(),
+        g_p=g_p,
+        g_h=g_h,
+        g_start=g_start,
+    )
     return g_p, g_h, g_start
 
 
@@ -46,18 +55,22 @@ def _launch(kernel: Any, log_p: Tensor, h: Tensor, **others: Tensor) -> None:
         h = h.contiguous()
     B, T, D = h.shape
     block = min(_FEATURES, triton.next_power_of_2(D))
-    sizes = {
-        "T": T,
-        "D": D,
-        "p_batch": log_p.stride(0),
-        "p_token": log_p.stride(1),
-        "h_batch": h.stride(0),
-        "h_token": h.stride(1),
-    }
-    acc = tl.float64 if others["s"].dtype == torch.float64 else tl.float32
     with launching(h):
-        launch = kernel[B, triton.cdiv(D, block)]
-        launch(log_p=log_p, h=h, **others, **sizes, ACC=acc, C=_TOKENS, BD=block, num_warps=4)
+        kernel[B, triton.cdiv(D, block)](
+            log_p=log_p,
+            h=h,
+            **others,
+            T=T,
+            D=D,
+            p_batch=log_p.stride(0),
+            p_token=log_p.stride(1),
+            h_batch=h.stride(0),
+            h_token=h.stride(1),
+            ACC=tl.float64 if others["s"].dtype == torch.float64 else tl.float32,
+            C=_TOKENS,
+            BD=block,
+            num_warps=4,
+        )
 
 
 @triton.jit
@@ -111,9 +124,8 @@ def recurrence_forward(
         t = first + tl.arange(0, C).to(tl.int64)[:, None]
         known = (t < T) & (d < D)[None, :]
         p = tl.load(log_p + b * p_batch + t * p_token + d[None, :], mask=known, other=0.0).to(ACC)
-        x = tl.load(h + b * h_batch + t * h_token + d[None, :], mask=known, other=float("-inf")).to(
-            ACC
-        )
+        x = tl.load(h + b * h_batch + t * h_token + d[None, :], mask=known, other=float("-inf"))
+        x = x.to(ACC)
         A, local = tl.associative_scan((p, x), 0, _join_logs)
         joined = _logaddexp(local, A + carried.to(ACC)[None, :])
         tl.store(s + (b * T + t) * D + d[None, :], joined, mask=known)
@@ -163,18 +175,15 @@ def recurrence_backward(
         weight, local = tl.associative_scan((share, g), 0, _join)
         g = local + weight * later.to(ACC)[None, :]
 
-        before = tl.where(
-            t > 0,
-            tl.load(s + dense + (t - 1) * D, mask=known & (t > 0), other=0.0),
-            s_start[None, :],
-        )
-        of_p = g * tl.exp(
-            tl.load(log_p + t * p_token, mask=known, other=0.0).to(ACC) + before - now
-        )
-        of_h = g * tl.exp(tl.load(h + t * h_token, mask=known, other=0.0).to(ACC) - now)
-        tl.store(g_p + dense + t * D, of_p, mask=known)
-        tl.store(g_h + dense + t * D, of_h, mask=known)
-        tl.store(g_start + b * D + d[None, :] + 0 * t, of_p, mask=known & (t == 0))
+        before = tl.load(s + dense + (t - 1) * D, mask=known & (t > 0), other=0.0)
+        before = tl.where(t > 0, before, s_start[None, :])
+        p = tl.load(log_p + t * p_token, mask=known, other=0.0).to(ACC)
+        p_gradient = g * tl.exp(p + before - now)
+        x = tl.load(h + t * h_token, mask=known, other=0.0).to(ACC)
+        x_gradient = g * tl.exp(x - now)
+        tl.store(g_p + dense + t * D, p_gradient, mask=known)
+        tl.store(g_h + dense + t * D, x_gradient, mask=known)
+        tl.store(g_start + b * D + d[None, :] + 0 * t, p_gradient, mask=known & (t == 0))
 
         s_first = _last_row(now, C)
         across = tl.exp(tl.sum(p_after.to(tl.float64), 0) + s_first - s_later)

@@ -49,8 +49,8 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern
     if q.numel() == 0:  # the kernels would divide by 0
         return q.clone()
     H = q.shape[1]
-    k = _repeated(k, H)
-    v = _repeated(v, H)
+    k = repeated(k, H)
+    v = repeated(v, H)
     form = _form(q)
     if len({*patterns}) == 1:
         return _attend(form, q, k, v, patterns[0])
@@ -100,9 +100,22 @@ def document_attention(
     is_alike = len({*patterns}) == 1 and is_by_distance(patterns[0])
     if is_narrow and is_alike and _form(q) == "flex":
         return _by_flex_attention(q, k, v, patterns[0], starts, scale)
-    mask = document_pattern_mask(patterns, starts)
+    return dense_attention(q, k, v, document_pattern_mask(patterns, starts), scale)
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """torch's attention to the keys where the mask is True, for H / G query heads a key head."""
     gqa = k.shape[1] < q.shape[1]
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
+    return scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=gqa
+    )
 
 
 def forgetting_attention(
@@ -129,7 +142,7 @@ def forgetting_attention(
     return _by_flex_attention(q, k, v, CAUSAL, starts, log_f=log_f)
 
 
-def _repeated(x: Tensor, H: int) -> Tensor:
+def repeated(x: Tensor, H: int) -> Tensor:
     """(B, G, T, D) -> (B, H, T, D): the key or value head of each query head."""
     return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], dim=1)
 
@@ -151,7 +164,7 @@ def _attend(form: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Ten
         return scaled_dot_product_attention(q, k, v, is_causal=True)
     if form == "flex":
         return _by_flex_attention(q, k, v, pattern)
-    return scaled_dot_product_attention(q, k, v, attn_mask=_dense_mask(pattern, T, q.device))
+    return dense_attention(q, k, v, _dense_mask(pattern, T, q.device))
 
 
 @lru_cache(maxsize=8)
@@ -174,8 +187,8 @@ def _by_flex_attention(
     """Attend by FlexAttention's block masks."""
     attend, _ = _flex_attention()
     _, H, T, D = q.shape
-    k = _repeated(k, H)
-    v = _repeated(v, H)
+    k = repeated(k, H)
+    v = repeated(v, H)
     if starts is None:
         mask = _block_mask(pattern, T, q.device)
     else:
@@ -193,19 +206,19 @@ def _forgetting(
 ) -> tuple[Tensor, Tensor, Callable[..., Tensor]]:
     """Return q and k with n more features, and the function that adds a_t - a_j to scores.
 
-    FlexAttention's gradient of a would be nondeterministic, because atomics add it up. So a is a
-    constant in the function, and its gradient is that of the new features of k, whose values are 0.
+    FlexAttention's gradient of a would be nondeterministic, because atomics add it up. So the
+    function takes a as a constant. The gradient of a comes from the new features, which are 0 in k.
 
-    The text is cut into n intervals, and only queries of interval m read feature m. Its value at
-    key j is a_m - a_j minus the same number as a constant. a_m may be any token's: a constant in
-    all scores of a query changes nothing. If all queries read one feature, the gradient of a gate
-    would add up the 16-bit roundings of all earlier keys, and not those of one interval.
-    FlexAttention pads features to a power of two, so n features take no more time than one.
+    The text is cut into n intervals. Feature m is 1 in queries of interval m, and in key j it is
+    (a_m - a_j) minus the same number as a constant. a_m may be any token's, because a constant in
+    all scores of a query changes nothing. With a single feature, the gradient of a gate would add
+    up the 16-bit roundings of all earlier keys; now it adds up those of one interval. FlexAttention
+    pads features to a power of two, so n features take no more time than one.
     """
     T, D = q.shape[2:]
     n = 2 ** D.bit_length() - D
-    wide = torch.promote_types(q.dtype, torch.float32)
-    a = running_sum(log_f.double(), 2).to(wide)  # (B, H, T, 1)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    a = running_sum(log_f.double(), 2).to(dtype)  # (B, H, T, 1)
     constant = a.detach().squeeze(-1)
 
     def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -213,11 +226,12 @@ def _forgetting(
 
     interval = torch.arange(n, device=q.device)
     t = torch.arange(T, device=q.device).unsqueeze(1)
-    reads = (t * n // T == interval).to(q.dtype)  # (T, n)
-    difference = (a[:, :, interval * T // n].mT - a) * D**0.5  # (B, H, T, n)
-    zero = (difference - difference.detach()).to(k.dtype)
-    q = torch.cat([q, reads.expand(*q.shape[:3], -1)], -1)
-    return q, torch.cat([k, zero], -1), add
+    is_in_interval = t * n // T == interval  # (T, n)
+    new_q = is_in_interval.to(q.dtype).expand(*q.shape[:3], -1)
+    a_of_interval = a[:, :, interval * T // n].mT  # (B, H, 1, n)
+    difference = (a_of_interval - a) * D**0.5  # (B, H, T, n); scores are divided by D^0.5
+    new_k = (difference - difference.detach()).to(k.dtype)
+    return torch.cat([q, new_q], -1), torch.cat([k, new_k], -1), add
 
 
 @lru_cache(maxsize=1)
