@@ -111,6 +111,7 @@ def n_params(name):
 
 
 @pytest.mark.parametrize("name", [*KNOWN, *(f"{kind}_{size}" for kind in ("flagship", "softmax") for size in LADDER)])
+@pytest.mark.slow
 def test_the_shipped_models_have_the_parameters_they_claim(name):
     parameters = n_params(name)
     assert KNOWN.get(name, parameters) == parameters

@@ -166,6 +166,7 @@ def test_long_contexts_are_those_of_one_call(trained, sets_dir, monkeypatch, att
 
 
 @pytest.mark.parametrize("size", [2, 50])
+@pytest.mark.slow
 def test_any_number_of_processes_covers_everything_once(trained, size):
     raw = {"checkpoint": str(trained()), "runtime": RUNTIME, "contexts": [20, 300], "micro_batch": 3}
     config = decode(EvaluateConfig, raw)

@@ -141,6 +141,7 @@ def test_flex_attention_has_the_same_masks(name, eager_flex):
     [(CAUSAL, 1), (CAUSAL, 300), (window(40), 128), (window(150, 1), 300), (strided(48), 300)],
     ids=str,
 )
+@pytest.mark.slow
 def test_flex_attention_keeps_documents_apart(pattern, T, eager_flex):
     """Uncompiled, forward only, as above: documents of 1 to 200 tokens, some of which end with a block."""
     q, k, v = (x.detach() for x in inputs(T, B=3, D=16, dtype=torch.float32)[:3])

@@ -46,6 +46,7 @@ def test_a_table_for_people_fits_a_terminal(command):
     assert max(map(len, slow.out.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_devices_that_share_unevenly_are_said(command):
     plan = ["scripts/plan", "experiment=pile_125m", "device=h100", "mfu=0.4"]
     said = "480 sequences do not divide among 7 devices, and some wait for those with 69"

@@ -140,6 +140,7 @@ def test_any_lines_make_a_report(tmp_path, lines):
 
 
 @pytest.mark.parametrize("config", [None, [], "x", {"a": {"b": [1, {"c": HOSTILE}]}}, {str(i): i for i in range(1000)}])
+@pytest.mark.slow
 def test_any_configuration_makes_a_report(tmp_path, config):
     make_run(tmp_path / "a", [val(1, 3.0)], config)
     make_run(tmp_path / "b", [val(1, 3.0), val(2, 2.0)], {"seed": 2})
