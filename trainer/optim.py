@@ -210,7 +210,7 @@ class Muon(torch.optim.Optimizer):
         """Yield weights of one shape and learning rate whose rows are divided in the same way."""
         kinds: dict[Any, list[Tensor]] = {}
         for p, layer in self._layers.items():
-            division = (layer.parts, layer.n_group) if isinstance(layer, FusedLinear) else None
+            division = (layer.sizes, layer.n_group) if isinstance(layer, FusedLinear) else None
             kinds.setdefault((p.shape, division, self._factors[p]), []).append(p)
         for weights in kinds.values():
             n = max(1, _AT_ONCE // weights[0].numel())
