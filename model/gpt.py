@@ -528,8 +528,8 @@ class GPT(nn.Module):
     ) -> tuple[Tensor, GPTState]:
         """Compute `features` with a state that grows.
 
-        Rows are computed together if documents start nowhere, or only at the first token. Otherwise
-        each document of each row is computed by itself.
+        Rows are computed together if documents start nowhere, or only at the first token of all.
+        Otherwise each document of each row is computed by itself.
         """
         starts = starts.cpu()
         if not starts.any():
