@@ -228,11 +228,11 @@ def plain_gradients(
 
 
 def compare(actual: Gradients, expected: Gradients, scales: dict[str, Tensor]) -> Difference:
-    """Return the largest difference, relative to the scale of each tensor."""
-    norms = {name: scales[name].maximum(value.norm()) for name, value in expected.items()}
-    whole = torch.stack([norms[name] for name in norms if name != LOSS]).norm()
+    """Return the largest difference, relative to each tensor's scale, or its norm if larger."""
+    units = {name: scales[name].maximum(value.norm()) for name, value in expected.items()}
+    whole = torch.stack([units[name] for name in units if name != LOSS]).norm()
     sizes = {
-        name: (actual[name].float() - value).norm() / norms[name].maximum(SMALL * whole)
+        name: (actual[name].float() - value).norm() / units[name].maximum(SMALL * whole)
         for name, value in expected.items()
     }
     if LOSS in sizes:

@@ -85,7 +85,7 @@ def step_memory(
         copied = set(linear) - set(_linear(gpt.blocks)) if fsdp else linear
         kept_weights += sum(layer.weight.numel() for layer in copied) * narrow
 
-    # Of a layer's input and its product, the gradients.
+    # The gradients of a layer's input and of its product.
     working_per_token: float = D * wide + max(layer.out_features for layer in linear) * narrow
     outside, in_blocks = kept_per_token(gpt.config, seq_len, runtime.dtype)
     if recompute != "none":

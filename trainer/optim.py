@@ -69,8 +69,9 @@ class AdamWConfig(Settings, defaults="optim/adamw"):
         for is_vector, scale in sorted(members):
             # The rate is multiplied by `scale`, and the product of rate and decay stays.
             weight_decay = 0.0 if is_vector else self.weight_decay / scale
-            params_of_group = members[is_vector, scale]
-            groups.append({"params": params_of_group, "scale": scale, "weight_decay": weight_decay})
+            groups.append(
+                {"params": members[is_vector, scale], "scale": scale, "weight_decay": weight_decay}
+            )
         eps = self.eps * math.prod(ratios(gpt, self.transfer))
         optimizer = torch.optim.AdamW(groups, lr=self.max_lr, betas=self.betas, eps=eps, fused=True)
         # As in its first step, so that the state can be saved, loaded and measured before.
@@ -172,8 +173,8 @@ class Muon(torch.optim.Optimizer):
                 self._update(with_gradients)
 
     def _update(self, weights: list[Tensor]) -> None:
-        """Update weights of one kind. Each process computes a share of the updates, for all others,
-        too."""
+        """Update weights of one kind. Each process computes a share of the updates, and sends it to
+        the others."""
         group = self.param_groups[0]
         world = self._world
         means = [self.state[p]["mean"] for p in weights]

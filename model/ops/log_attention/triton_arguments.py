@@ -54,7 +54,7 @@ class Constants(NamedTuple):
     SPAN: int
     """Slots of M that a float64 state takes."""
     Z_SPAN: int
-    """The same of z."""
+    """Slots of z that a float64 state takes."""
 
 
 class Tokens(NamedTuple):
