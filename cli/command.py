@@ -30,7 +30,7 @@ EXTRAS = {
     "tokenizers": "tokenizers",
     "triton": "triton",
 }
-"""By package that not every installation has: the extra of pyproject.toml that installs it."""
+"""Optional packages, each with the extra of pyproject.toml that installs it."""
 
 
 def command(
@@ -56,7 +56,7 @@ def command(
             sweep calls it for all jobs before the first one runs.
         after_sweep: the name of a function that gets the folder of a finished sweep.
     """
-    # Of a lost process we print one line, and torch would print twenty.
+    # When a process is lost, we print one line. Torch would add twenty.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # OpenMP's threads wait for each other by spinning. Where other processes use the CPU too, some
     # thread is not running, and the others would use up its time (docs/research.md).
@@ -138,7 +138,7 @@ def reported(
             raise
     rank = os.environ.get("LOCAL_RANK", "0")
     if rank != "0":
-        # What all processes meet, the first of a machine reports, and torchrun ends the others.
+        # If all processes fail, the first of a machine reports it, and torchrun ends the others.
         time.sleep(2)
         message = f"process {rank}: {message}"
     print_error(message)
@@ -148,6 +148,7 @@ def reported(
 def _run(
     config_name: str, run: Command, texts: dict[str, str], debug: bool, after_sweep: str | None
 ) -> None:
+    """Read the command line, and do what it asks for: help, a sweep, a view, or the work."""
     words = sys.argv[1:]
     if re.search("[\udc80-\udcff]", " ".join(words)):  # how Python holds bytes that are not text
         if sys.getfilesystemencoding() != "utf-8":
@@ -160,7 +161,7 @@ def _run(
     overrides = []
     for option in flags.options:
         key = option.partition("=")[0]
-        # Hydra would read a text's special characters. `_with_texts` puts it in its place later.
+        # Hydra would read a text's special characters: `_with_texts` inserts the text later.
         overrides.append(f"{key}=null" if key in texts else option)
     if flags.multirun:
         folder = run_sweep(config_name, overrides, flags.config_dir, run, debug)

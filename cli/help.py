@@ -16,6 +16,7 @@ def help_of(config_name: str) -> str:
     comment, _, body = text.partition("\n\n")
     header = re.sub("^# ?", "", comment, flags=re.MULTILINE)
     keys = DEFAULTS.sub("", body).split("\n")
+    # A section is a file whose first line explains it.
     for file, section in re.findall(r"^  - (\w+)@(\w+)$", body, re.MULTILINE):
         lines = (CONFIGS / f"{file}.yaml").read_text(encoding="utf-8").split("\n")[1:]
         keys += [f"{section}:", *(f"  {line}" for line in lines if line)]
@@ -46,6 +47,7 @@ def comments_of(composed: JsonDict, config_name: str) -> dict[str, str]:
     comments = dict(config_file(config_name).comments)
     for group, names in groups_of(config_name).items():
         chosen = value_at(composed, *group.split("/"), "name")
+        # The comments of the chosen file come first, and stay.
         for name in sorted(names, key=lambda name: name != chosen):
             for key, comment in config_file(f"{group}/{name}").comments.items():
                 if comment:

@@ -35,13 +35,9 @@ def compose_run(
         UserError: an option is wrong, or there is no run to continue.
     """
     typed = keys_and_values(options)
-    stored: JsonDict = {}
-    if "run_dir" in typed and not job and not typed.keys() & {"experiment", "~"}:
-        stored = _stored_run(Path(os.path.expanduser(str(typed["run_dir"]))))
-        if complete and not stored and not typed.keys() & {"dataset_dir", "model"}:
-            problem = "holds no run to continue, or a damaged config.json"
-            raise UserError(f"run_dir={typed['run_dir']} {problem}: give experiment=...")
+    stored = {} if job else _run_to_continue(typed, complete)
     config = _composed(config_name, options, config_dir, complete, stored)
+    # A run that exists keeps its vocabulary, even if its other settings are composed anew.
     model: JsonDict = {}
     if config_name == "train" or stored:
         model = _stored_run(Path(str(config.get("run_dir")), job)).get("model", {})
@@ -51,9 +47,9 @@ def compose_run(
         config = _composed(config_name, options, config_dir, complete, {"model": model})
     if {"max_steps", "epochs"} <= typed.keys():
         raise UserError("max_steps and epochs are both given: give one of the two lengths")
-    # A stored run has the steps of its epochs.
-    plans_stored_epochs = config_name == "plan" and "epochs" in stored
-    if "max_steps" in typed or plans_stored_epochs:
+    # max_steps replaces the epochs of a file or a run. For a plan, a run has stored its steps.
+    plans_stored_run = config_name == "plan" and "epochs" in stored
+    if "max_steps" in typed or plans_stored_run:
         config["epochs"] = None
     if job:
         config["run_dir"] = str(Path(config["run_dir"], job))
@@ -61,6 +57,23 @@ def compose_run(
         n_vocab = _vocabulary(config, model, takes_model)
         config["model"] = config["model"] | {"n_vocab": n_vocab}
     return config
+
+
+def _run_to_continue(typed: JsonDict, complete: bool) -> JsonDict:
+    """Return the settings of the run in run_dir; {} if the options are those of a new run.
+
+    Raises:
+        UserError: there is no run to continue.
+    """
+    if "run_dir" not in typed or typed.keys() & {"experiment", "~"}:
+        return {}
+    stored = _stored_run(Path(os.path.expanduser(str(typed["run_dir"]))))
+    if complete and not stored and not typed.keys() & {"dataset_dir", "model"}:
+        raise UserError(
+            f"run_dir={typed['run_dir']} holds no run to continue, or a damaged config.json: "
+            "give experiment=..."
+        )
+    return stored
 
 
 def _composed(
@@ -71,9 +84,11 @@ def _composed(
     Of the stored settings, Hydra gets only names of files in configs/. All other values are data.
     """
     typed = keys_and_values(options).keys()
+    # A stored dataset_dir is merged in below, so it need not be among the options.
     chosen = ["dataset_dir=null"] if "dataset_dir" in stored else []
     for group, names in groups_of("train").items():
         name = value_at(stored, *group.split("/"), "name")
+        # A typed model=X also chooses the group model/attention.
         is_typed = any(f"{group}/".startswith(f"{key}/") for key in typed)
         if name in names and not is_typed:
             chosen.append(f"{group}={name}")
@@ -101,10 +116,11 @@ def _merged(composed: JsonDict, stored: JsonDict, fixed_keys: Collection[str]) -
 
 
 def _vocabulary(config: JsonDict, model: JsonDict, of_init_from: bool) -> int | None:
-    """Return model.n_vocab of the run's model or of the dataset.
+    """Return model.n_vocab: that of the run's model, or else of the dataset.
 
-    A user's own configuration of a model may give another one, which is kept. With init_from it is
-    the larger one, because the dataset's tokenizer may have markers that the model's lacks.
+    If a user's own configuration of a model gives another one than ours, that is kept. With
+    init_from it is the larger one of model and dataset, because the dataset's tokenizer may have
+    markers that the model's lacks.
     """
     tokenizer = _read(Path(str(config["dataset_dir"]), "manifest.json"), "tokenizer")
     n_dataset = tokenizer.get("n_vocab")
@@ -112,8 +128,8 @@ def _vocabulary(config: JsonDict, model: JsonDict, of_init_from: bool) -> int | 
     if of_init_from and model:
         known = [n for n in (n_composed, n_dataset) if isinstance(n, int)]
         return max(known, default=None)
-    shipped = groups_of("train")["model"]
-    if n_composed in {group_values("model", name).get("n_vocab") for name in shipped}:
+    our_models = groups_of("train")["model"]
+    if n_composed in {group_values("model", name).get("n_vocab") for name in our_models}:
         return model.get("n_vocab") or n_dataset or n_composed
     return n_composed
 

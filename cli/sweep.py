@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ValueType
+from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -38,6 +38,8 @@ Command = Callable[..., float | None]
 """What a command does with a configuration; training returns the lowest validation loss. With
 only_check=True, it only raises the UserErrors that can be known before."""
 
+Configuration = Callable[[Sequence[str]], JsonDict]
+"""Returns the configuration of a job, given the options that vary."""
 
 _ERROR = "error.txt"
 """The file in a job's folder that says why it failed."""
@@ -59,8 +61,8 @@ def run_sweep(
         UserError: an option is wrong, or jobs have failed.
     """
     try:
-        fixed, values, swept, for_hydra = _by_kind(options)
-        first_job = [*fixed, *(choices[0] for choices in values)]
+        fixed, choices, swept, for_hydra = _by_kind(options)
+        first_job = [*fixed, *(values[0] for values in choices)]
         composed = compose(config_name, first_job, config_dir)
         folder = Path(os.path.expanduser(composed.get("run_dir", f"multirun/{config_name}")))
         if folder == Path():
@@ -69,43 +71,23 @@ def run_sweep(
                 "run_dir=runs/sweep"
             )
         chosen = _settings_of_hydra(config_name, str(folder), list(swept), for_hydra).hydra
+        sweeper = chosen.runtime.choices["hydra/sweeper"]
         configuration = partial(_configuration, config_name, fixed, config_dir)
-        jobs = _each_once(values)
-        if chosen.runtime.choices["hydra/sweeper"] == "basic":
-            jobs = itertools.product(*values)
-        for varied in jobs:
-            try:
-                run(configuration(varied), only_check=True)
-            except UserError as error:
-                name = f"job {' '.join(varied)}: " if varied else ""
-                raise UserError(f"{name}{error}; no job was started") from None
+        jobs = itertools.product(*choices) if sweeper == "basic" else _each_once(choices)
+        _check_jobs(run, configuration, jobs)
         if not swept and not for_hydra:
             say("-m with one value for every key runs one job: write seed=1,2 for several")
-
-        results: dict[str, float | None] = {}
-
-        def job(_: DictConfig) -> float | None:  # launchers pickle it for other processes
-            varied = " ".join(HydraConfig.get().overrides.task)
-            if varied in results:  # a search may choose the same values again
-                say(f"--- job {HydraConfig.get().job.num}: the earlier result of {varied}")
-            else:
-                results[varied] = _run_job(run, configuration, debug)
-            return results[varied]
-
         refuse_foreign(b"hydra:", folder / "multirun.yaml")
         refuse_foreign(b"name: optuna", folder / "optimization_results.yaml")
         # Hydra then raises what it would print over many lines.
         os.environ["HYDRA_FULL_ERROR"] = "1"
-        sys.argv[1:] = [
-            "-m",
-            *swept.values(),
-            *for_hydra,
-            *_settings_of_plugins(chosen, bool(swept)),
-        ]
+        for_plugins = _settings_of_plugins(chosen, bool(swept))
+        sys.argv[1:] = ["-m", *swept.values(), *for_hydra, *for_plugins]
         for old in folder.glob(f"*=*/{_ERROR}"):
             old.unlink()
+        job = _job(run, configuration, debug)
         hydra.main(version_base="1.3", config_path=None, config_name="sweep")(job)()
-        if chosen.runtime.choices["hydra/sweeper"] == "optuna":
+        if sweeper == "optuna":
             _check_search(folder)
         return folder
     except (AlreadyReportedError, BrokenExecutor) as error:
@@ -116,6 +98,31 @@ def run_sweep(
         raise UserError(f"some jobs of the sweep failed ({why}). {remedy}") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error, config_name)) from error
+
+
+def _check_jobs(run: Command, configuration: Configuration, jobs: Iterable[Sequence[str]]) -> None:
+    """Raise the UserError of the first job with a mistake that can be known before it runs."""
+    for varied in jobs:
+        try:
+            run(configuration(varied), only_check=True)
+        except UserError as error:
+            name = f"job {' '.join(varied)}: " if varied else ""
+            raise UserError(f"{name}{error}; no job was started") from None
+
+
+def _job(run: Command, configuration: Configuration, debug: bool) -> Command:
+    """Return the function that Hydra calls for each job. Launchers pickle it."""
+    results: dict[str, float | None] = {}
+
+    def job(_: DictConfig) -> float | None:
+        varied = " ".join(HydraConfig.get().overrides.task)
+        if varied in results:  # a search may choose the same values again
+            say(f"--- job {HydraConfig.get().job.num}: the earlier result of {varied}")
+        else:
+            results[varied] = _run_job(run, configuration, debug)
+        return results[varied]
+
+    return job
 
 
 def _check_search(folder: Path) -> None:
@@ -140,62 +147,66 @@ def _by_kind(options: list[str]) -> tuple[list[str], list[list[str]], dict[str, 
     """Sort the options of a sweep.
 
     Returns:
-        Options that all jobs have.
-        For each key with several values: KEY=VALUE for each value.
-        By key: the option with several values or a range.
-        Options for Hydra itself.
+        fixed: options that all jobs have.
+        choices: for each key with several values, KEY=VALUE for each value.
+        swept: by key, the option with several values or a range.
+        for_hydra: options for Hydra itself.
     """
     fixed: list[str] = []
-    values: list[list[str]] = []
+    choices: list[list[str]] = []
     swept: dict[str, str] = {}
     for_hydra: list[str] = []
     parsed = OverridesParser.create().parse_overrides(read_options(options))
     last_of_key = {option.get_key_element(): option for option in parsed}
     for key, option in last_of_key.items():
+        word = str(option.input_line)
         if option.is_hydra_override():
-            for_hydra.append(str(option.input_line))
+            for_hydra.append(word)
         elif option.is_sweep_override():
-            swept[key] = str(option.input_line)
+            swept[key] = word
             if option.is_discrete_sweep():
-                choices = []
-                if option.value_type is not ValueType.GLOB_CHOICE_SWEEP:
-                    choices = [f"{key}={value}" for value in option.sweep_string_iterator()]
-                if not choices:
-                    raise UserError(
-                        f"{option.input_line} names no value: write {key}=a,b for a run with each"
-                    )
-                values.append(choices)
+                choices.append(_choices_of(key, option))
+        elif "=" in word:
+            fixed.append(f"{key}={option.get_value_element_as_str()}")
         else:
-            has_value = "=" in str(option.input_line)
-            fixed.append(f"{key}={option.get_value_element_as_str()}" if has_value else key)
-    return fixed, values, swept, for_hydra
+            fixed.append(key)
+    return fixed, choices, swept, for_hydra
+
+
+def _choices_of(key: str, option: Override) -> list[str]:
+    """Return KEY=VALUE for each value of an option. Raises UserError if it names none."""
+    choices = []
+    if option.value_type is not ValueType.GLOB_CHOICE_SWEEP:
+        choices = [f"{key}={value}" for value in option.sweep_string_iterator()]
+    if not choices:
+        raise UserError(f"{option.input_line} names no value: write {key}=a,b for a run with each")
+    return choices
 
 
 def _configuration(
     config_name: str, fixed: list[str], config_dir: str | None, varied: Sequence[str]
 ) -> JsonDict:
+    """Compose the configuration of a job. A training job has a folder named by what varies."""
     options = [*fixed, *varied]
-    varied = sorted(option for option in varied if not option.startswith("run_dir="))
     if config_name == "train":
-        return compose_run(config_name, options, config_dir, job=name_of(varied))
+        named = sorted(option for option in varied if not option.startswith("run_dir="))
+        return compose_run(config_name, options, config_dir, job=name_of(named))
     return to_dict(compose(config_name, options, config_dir))
 
 
-def _run_job(
-    run: Command, configuration: Callable[[Sequence[str]], JsonDict], debug: bool
-) -> float | None:
+def _run_job(run: Command, configuration: Configuration, debug: bool) -> float | None:
     """Run one job of a sweep. One that fails in a search is a result, too: the worst value."""
-    now = HydraConfig.get()
+    by_hydra = HydraConfig.get()
     run_dir = None
-    searches = now.runtime.choices["hydra/sweeper"] == "optuna"
+    searches = by_hydra.runtime.choices["hydra/sweeper"] == "optuna"
     try:
-        config = configuration(now.overrides.task)
-        with among_others(now.runtime.choices["hydra/launcher"]):
+        config = configuration(by_hydra.overrides.task)
+        with among_others(by_hydra.runtime.choices["hydra/launcher"]):
             if "run_dir" in config:
                 run_dir = Path(config["run_dir"])
-                say(f"--- job {now.job.num}: {run_dir}")
+                say(f"--- job {by_hydra.job.num}: {run_dir}")
             best = run(config)
-            if run_dir:  # another sweep that met this job here has left its refusal
+            if run_dir:  # another sweep may have found this job running, and noted its refusal
                 (run_dir / _ERROR).unlink(missing_ok=True)
     except Exception as error:
         message = line_for(error)

@@ -63,9 +63,11 @@ def in_hydras_grammar(value: Any) -> str:
         return f"[{','.join(map(in_hydras_grammar, value))}]"
     if not isinstance(value, str):
         return json.dumps(value)
+    # Two of a-z, _ and / in a row, or a letter at the start: no number, such as 1e5.
     is_word = re.fullmatch(r"[\w./-]*[a-z_/]{2}[\w./-]*|[a-zA-Z][\w./-]*", value, re.ASCII)
     if is_word and value.lower() not in _NO_TEXTS:
         return value
+    # Backslashes before a quote, or at the end, would escape that.
     return '"' + re.sub(r'(\\+)(?="|$)', r"\1\1", value).replace('"', r"\"") + '"'
 
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import yaml
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-_OF_DATA = ("data", "tokenizer")
 DEFAULTS = re.compile(r"^defaults:\n( .*\n)*", re.MULTILINE)
 """Hydra's list of the files that a file is based on."""
 
@@ -35,7 +34,7 @@ def config_file(name: str) -> ConfigFile:
     comments: dict[str, str] = {}
     for base in content.pop("defaults", []):
         if not isinstance(base, str) or base == "_self_":
-            continue
+            continue  # a mapping chooses a file of a group
         file, _, section = base.partition("@")
         group = name.rpartition("/")[0]
         if group and "/" not in file:
@@ -50,10 +49,10 @@ def config_file(name: str) -> ConfigFile:
     values |= {key: value for key, value in content.items() if value != "???"}
     for line, key in with_keys(DEFAULTS.sub("", text)):
         comment = line.partition(" # ")[2]
-        if not key:
-            continue
-        if comment or key not in comments:
+        # A key without a comment keeps the comment of the file that this one is based on.
+        if key and (comment or key not in comments):
             comments[key] = comment
+    # The first line of a group's file says what its name stands for.
     if "name" in comments:
         comments["name"] = text.removeprefix("# ").partition("\n")[0]
     return ConfigFile(values, comments)
@@ -63,10 +62,12 @@ def groups_of(config_name: str) -> dict[str, list[str]]:
     """Return the names in every group of a command: {"schedule": ["constant", "cosine", ...]}."""
     if config_name not in ("train", "plan", "prepare"):
         return {}
+    is_prepare = config_name == "prepare"
     groups: dict[str, list[str]] = {}
     for path in sorted(CONFIGS.glob("*/**/*.yaml")):
         group = str(path.parent.relative_to(CONFIGS))
-        if (group in _OF_DATA) == (config_name == "prepare"):
+        is_of_data = group in ("data", "tokenizer")
+        if is_of_data == is_prepare:
             groups.setdefault(group, []).append(path.stem)
     return groups
 

@@ -23,6 +23,7 @@ def leave(status: int | str | None) -> NoReturn:
     if at_once:
         sys.stdout.flush()
         sys.stderr.flush()
+        # As in sys.exit, None is 0 and a text is 1.
         os._exit(status if isinstance(status, int) else int(status is not None))
     sys.exit(status)
 

@@ -228,17 +228,17 @@ def _refusal(raw: Any, errors: list[Any], shown: Callable[[Any], str]) -> str:
     return f"config {path}{value}: {message}{more}"
 
 
-def _path_in(raw: Any, error: Any) -> str:
+def _path_in(value: Any, error: Any) -> str:
     """Return the dotted key of an error, without pydantic's names of union members."""
     path = []
     for i, part in enumerate(error["loc"]):
-        if isinstance(raw, list | tuple):
-            raw = dict(enumerate(raw))
-        members = raw if isinstance(raw, dict) else {}
+        if isinstance(value, list | tuple):
+            value = dict(enumerate(value))
+        members = value if isinstance(value, dict) else {}
         is_missing = error["type"] == "missing" and i == len(error["loc"]) - 1
         if part in members or is_missing:
             path.append(str(part))
-            raw = members.get(part)
+            value = members.get(part)
     return ".".join(path)
 
 

@@ -15,7 +15,7 @@ from data.chat import IGNORED, answer_targets
 from data.documents import document_ends
 from data.shards import TokenStream
 
-Spans = list[tuple[int, int]]
+Ranges = list[tuple[int, int]]
 """Tokens [start, stop) of a split."""
 
 
@@ -30,25 +30,25 @@ def pack(lengths: np.ndarray, seq_len: int) -> np.ndarray:
     """
     rows = np.empty(len(lengths), np.int64)
     with_room: defaultdict[int, list[int]] = defaultdict(list)
-    """For each number of free tokens, the rows with so many."""
-    sizes: list[int] = []
-    """The numbers of free tokens that rows have, in order."""
+    """The rows with a room, a number of free tokens."""
+    rooms: list[int] = []
+    """The rooms that rows have, in order."""
     n_rows = 0
     for item, length in enumerate(lengths.tolist()):
-        place = bisect.bisect_left(sizes, length)
-        if place < len(sizes):
-            size = sizes[place]
-            row = with_room[size].pop()
-            if not with_room[size]:
-                del sizes[place]
+        smallest = bisect.bisect_left(rooms, length)
+        if smallest < len(rooms):
+            room = rooms[smallest]
+            row = with_room[room].pop()
+            if not with_room[room]:
+                del rooms[smallest]
         else:
-            size = seq_len
+            room = seq_len
             row = n_rows
             n_rows += 1
         rows[item] = row
-        room = size - length
+        room -= length
         if room and not with_room[room]:
-            bisect.insort(sizes, room)
+            bisect.insort(rooms, room)
         with_room[room].append(row)
     return rows
 
@@ -101,7 +101,7 @@ class Conversations:
         """Return the set of each row, a number into the manifest's set_names, (n_rows,)."""
         return self._sets
 
-    def spans(self, row: int) -> Spans:
+    def ranges(self, row: int) -> Ranges:
         """Return where the conversations of a row are in the split. Targets are among them."""
         numbers = slice(self._firsts[row], self._firsts[row + 1])
         return list(zip(self._starts[numbers].tolist(), self._stops[numbers].tolist(), strict=True))
@@ -111,7 +111,7 @@ class Conversations:
         token_ids = np.full(self.seq_len, self.stream.eot_id, np.int64)
         targets = np.full(self.seq_len, IGNORED, np.int64)
         begin = 0
-        for start, stop in self.spans(row):
+        for start, stop in self.ranges(row):
             end = begin + stop - start
             token_ids[begin:end], targets[begin:end] = self._read(start, stop)
             begin = end

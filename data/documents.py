@@ -33,11 +33,10 @@ def documents_in(stream: TokenStream, start: int, stop: int) -> Iterator[Origin]
         UserError: an index is damaged.
     """
     manifest = stream.manifest
-    shards = manifest.splits[stream.split].shards
-    shard_ends = manifest.splits[stream.split].ends
-    for shard_number in range(bisect.bisect_right(shard_ends, start), len(shards)):
-        shard = shards[shard_number]
-        offset = shard_ends[shard_number] - shard.tokens
+    split = manifest.splits[stream.split]
+    for shard_number in range(bisect.bisect_right(split.ends, start), len(split.shards)):
+        shard = split.shards[shard_number]
+        offset = split.ends[shard_number] - shard.tokens
         first = max(start - offset, 0)
         last = min(stop - offset, shard.tokens)
         if first >= last:

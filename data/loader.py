@@ -13,7 +13,7 @@ import numpy as np
 from common.numbers import ceil_div
 from common.settings import UserError
 from data.chat import IGNORED, as_read
-from data.conversations import Conversations, Spans
+from data.conversations import Conversations, Ranges
 from data.mixture import Mixture, Weights, check_sets, owners_in
 from data.permutation import shuffled
 from data.shards import TokenStream
@@ -49,7 +49,7 @@ class Windows:
         """Return the set that most tokens of each row are from, (n_rows,)."""
         return owners_in(self.stream, len(self), self.seq_len)
 
-    def spans(self, row: int) -> Spans:
+    def ranges(self, row: int) -> Ranges:
         """Return where the row's tokens and its last target are in the split."""
         return [(row * self.seq_len, (row + 1) * self.seq_len + 1)]
 
@@ -125,7 +125,7 @@ class EvalBatches:
     def __len__(self) -> int:
         return self.n_windows
 
-    def spans(self, number: int) -> Spans:
+    def ranges(self, number: int) -> Ranges:
         """Return where a row's targets are in the split."""
         raise NotImplementedError
 
@@ -175,7 +175,7 @@ class EvalWindows(EvalBatches):
         start = number * self.total // self.n_windows * self.stride
         return start, min(start + self.seq_len, self.stream.n_tokens - 1)
 
-    def spans(self, number: int) -> Spans:
+    def ranges(self, number: int) -> Ranges:
         """Return where a window's targets are in the split."""
         start, stop = self.bounds(number)
         return [(start + 1, stop + 1)]
@@ -202,9 +202,9 @@ class EvalConversations(EvalBatches):
         self.packed = Conversations(stream, seq_len)
         super().__init__(stream, seq_len, seq_len, len(self.packed), n_windows)
 
-    def spans(self, number: int) -> Spans:
+    def ranges(self, number: int) -> Ranges:
         """Return where a row's targets are in the split."""
-        return self.packed.spans(number * self.total // self.n_windows)
+        return self.packed.ranges(number * self.total // self.n_windows)
 
     def read(self, number: int) -> Batch:
         """Return the token ids and targets of a row, int64 (seq_len,)."""

@@ -139,8 +139,10 @@ def owners_of_windows(
             many at a time.
     """
     owners = np.empty(n_windows, np.uint8 if n_sets <= 2**8 else np.uint16)
-    # A pair is window * n_sets + set. The last window of some documents goes on in the next ones.
-    unfinished = (np.empty(0, np.int64), np.empty(0, np.int64))
+    # The tokens of each pair of a window and a set are counted. A pair is window * n_sets + set.
+    # The last window may go on in the next documents, so its pairs are counted again with those.
+    last_pairs = np.empty(0, np.int64)
+    last_tokens = np.empty(0, np.int64)
     begin = 0
     for ends, sets in documents:
         borders = np.arange((begin // seq_len + 1) * seq_len, ends[-1], seq_len)
@@ -148,13 +150,16 @@ def owners_of_windows(
         cuts = np.union1d(ends, borders)
         windows = (cuts - 1) // seq_len
         pairs = windows * n_sets + sets[np.searchsorted(ends, cuts)]
-        pairs = np.concatenate([unfinished[0], pairs])
-        n_tokens = np.concatenate([unfinished[1], np.diff(cuts, prepend=begin)])
+        pairs = np.concatenate([last_pairs, pairs])
+        n_tokens = np.concatenate([last_tokens, np.diff(cuts, prepend=begin)])
+        # Add up the tokens of equal pairs.
         pairs, index = np.unique(pairs, return_inverse=True)
         n_tokens = np.bincount(index, weights=n_tokens)
-        is_unfinished = pairs // n_sets == windows[-1]
-        unfinished = (pairs[is_unfinished], n_tokens[is_unfinished])
-        # The largest set of a window is written last, and remains.
+        is_last = pairs // n_sets == windows[-1]
+        last_pairs = pairs[is_last]
+        last_tokens = n_tokens[is_last]
+        # The largest set of a window is written last, and remains. The rest of the split after
+        # the last whole window has no owner.
         pairs = pairs[np.argsort(n_tokens, kind="stable")]
         pairs = pairs[pairs < n_windows * n_sets]
         owners[pairs // n_sets] = pairs % n_sets

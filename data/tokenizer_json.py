@@ -14,13 +14,7 @@ from tokenizers import Tokenizer as Backend
 from common.console import say
 from common.files import read_json
 from common.settings import JsonDict, UserError
-from data.tokenizer_base import (
-    END_OF_TEXT,
-    LARGEST_FILE,
-    Tokenizer,
-    byte_characters,
-    text_chunks,
-)
+from data.tokenizer_base import END_OF_TEXT, LARGEST_FILE, Tokenizer, byte_characters, text_chunks
 
 # The names that tokenizers give the end of a text.
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")

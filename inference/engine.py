@@ -143,13 +143,14 @@ class Engine:
         Args:
             n_vocab: as for `read`.
             interleave: read prompts chunk by chunk between other texts' tokens.
-            cache: keeps the states of prompts. It does not change the output, to the bit.
+            cache: keeps the states of prompts; None: no states. It does not change the output, to
+                the bit.
         """
         self.gpt = gpt
         self.n_vocab = n_vocab
         self.max_streams = max_streams
         self.interleave = interleave
-        self.cache = cache
+        self.cache = PromptCache(0, 0) if cache is None else cache
         self.waiting = deque[Generation]()
         self._reading = deque[Generation]()
         self._writing: list[Generation] = []
@@ -228,21 +229,21 @@ class Engine:
 
     def _read_prompt(self, generation: Generation) -> bool:
         """Read a prompt, or one chunk of it with `interleave`. Return whether it is read."""
-        request = generation.request
+        ids = generation.request.ids
         size = chunk_size(self.gpt)
         with _failing([generation]):
-            if self.cache is not None and generation.may_skip and generation.prefix is None:
-                generation.n_read, generation.prefix = self.cache.longest(request.ids)
+            if generation.may_skip and generation.prefix is None:
+                generation.n_read, generation.prefix = self.cache.longest(ids)
                 generation.n_cached = generation.n_read
-            while generation.n_read < len(request.ids):
-                chunk = torch.tensor([request.ids[generation.n_read : generation.n_read + size]])
+            while generation.n_read < len(ids):
+                chunk = torch.tensor([ids[generation.n_read : generation.n_read + size]])
                 prefix, logits = read(self.gpt, chunk, self.n_vocab, generation.prefix)
                 generation.accept_prompt(prefix, logits[0])
                 n_read = generation.n_read
-                if self.cache is not None and _is_kept(n_read, len(request.ids), size):
-                    self.cache.add(request.ids[:n_read], prefix)
-                if self.interleave and n_read < len(request.ids):
-                    self._reading.append(generation)
+                if _is_kept(n_read, len(ids), size):
+                    self.cache.add(ids[:n_read], prefix)
+                if self.interleave and n_read < len(ids):
+                    self._reading.append(generation)  # its next chunk has to wait for its turn
                     return False
             generation.end_prompt()
         return not generation.finished

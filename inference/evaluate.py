@@ -78,21 +78,21 @@ def run_evaluation(config: EvaluateConfig) -> None:
     evals/ keeps one file per checkpoint and settings; eval.json and eval.png hold the latest
     result.
     """
-    plan = open_evaluation(config)
-    checkpoint = plan.loaded.checkpoint
-    if plan.dataset_dir == checkpoint.state.dataset_dir:
+    evaluation = open_evaluation(config)
+    checkpoint = evaluation.loaded.checkpoint
+    if evaluation.dataset_dir == checkpoint.state.dataset_dir:
         config = config.model_copy(update={"dataset_dir": None})
-    with join_world(plan.loaded.runtime.device) as world:
+    with join_world(evaluation.loaded.runtime.device) as world:
         settings = config.model_dump(mode="json", exclude={"checkpoint", "dataset_dir", "runtime"})
         data = {
-            "weights": plan.loaded.checkpoint.identity,
-            "dataset_fingerprint": plan.manifest.fingerprint,
+            "weights": checkpoint.identity,
+            "dataset_fingerprint": evaluation.manifest.fingerprint,
         }
         world.check_equal(settings | data)
-        result = measure(plan, world)
+        result = measure(evaluation, world)
         show_evaluation(result, str(checkpoint.path))
         if world.is_main:
-            plan.loaded.write_result(result, config, "eval")
+            evaluation.loaded.write_result(result, config, "eval")
             trained_on = checkpoint.state.seq_len
             picture = None
             if result["by_position"]:
@@ -167,30 +167,30 @@ def _contexts(
     return sorted({*contexts, min(seq_len, longest)}) if contexts else []
 
 
-def measure(plan: Evaluation, world: World) -> JsonDict:
+def measure(evaluation: Evaluation, world: World) -> JsonDict:
     """Return the content of eval.json; every process calls this."""
-    config = plan.config
-    windows = plan.windows
-    gpt = plan.loaded.place(world.device, autocast=True)
-    byte_lengths = torch.from_numpy(plan.loaded.tokenizer.byte_lengths).to(world.device)
-    by_set = LossSums(len(plan.manifest.set_names), byte_lengths)
+    config = evaluation.config
+    windows = evaluation.windows
+    gpt = evaluation.loaded.place(world.device, autocast=True)
+    byte_lengths = torch.from_numpy(evaluation.loaded.tokenizer.byte_lengths).to(world.device)
+    by_set = LossSums(len(evaluation.manifest.set_names), byte_lengths)
     by_position = _PositionSums(windows.seq_len, byte_lengths)
     chunk = min(windows.seq_len, _WINDOW_CHUNK) if gpt.constant_state else None
     for first, targets, losses in window_losses(
-        gpt, windows, config.micro_batch, plan.loaded.runtime, world, chunk
+        gpt, windows, config.micro_batch, evaluation.loaded.runtime, world, chunk
     ):
-        by_set.add(_sets(plan, first, len(targets)), targets, losses)
+        by_set.add(_sets(evaluation, first, len(targets)), targets, losses)
         by_position.add(targets, losses)
-    set_losses = dict(zip(plan.manifest.set_names, by_set.losses(world), strict=True))
+    set_losses = dict(zip(evaluation.manifest.set_names, by_set.losses(world), strict=True))
     largest_first = sorted(set_losses, key=lambda name: -set_losses[name].tokens)
     positions = by_position.rows(by_position.sums.losses(world))
     if windows.stream.loss == "answers":
         positions = []  # a position in a row of several conversations says nothing
     return {
-        **plan.loaded.about(),
-        "dataset_dir": str(plan.dataset_dir),
+        **evaluation.loaded.about(),
+        "dataset_dir": str(evaluation.dataset_dir),
         "split": config.split,
-        "batches": plan.batches,
+        "batches": evaluation.batches,
         "loss_of": windows.stream.loss,
         **figures(total(list(set_losses.values()))),
         "seq_len": windows.seq_len,
@@ -201,22 +201,23 @@ def measure(plan: Evaluation, world: World) -> JsonDict:
         },
         "by_position": positions,
         "contexts": [
-            _measure_context(plan, gpt, context, byte_lengths, world) for context in plan.contexts
+            _measure_context(evaluation, gpt, context, byte_lengths, world)
+            for context in evaluation.contexts
         ],
     }
 
 
 def _measure_context(
-    plan: Evaluation, gpt: GPT, context: int, byte_lengths: Tensor, world: World
+    evaluation: Evaluation, gpt: GPT, context: int, byte_lengths: Tensor, world: World
 ) -> JsonDict:
     """Return the loss in windows of `context` tokens, cut from those of the longest context."""
-    stream = plan.windows.stream
-    longest = EvalWindows(stream, max(plan.contexts), plan.config.context_windows)
+    stream = evaluation.windows.stream
+    longest = EvalWindows(stream, max(evaluation.contexts), evaluation.config.context_windows)
     windows = CutWindows(longest, context)
-    rows = max(1, plan.config.micro_batch * plan.windows.seq_len // context)
+    rows = max(1, evaluation.config.micro_batch * evaluation.windows.seq_len // context)
     by_position = _PositionSums(context, byte_lengths)
     for _, targets, losses in window_losses(
-        gpt, windows, rows, plan.loaded.runtime, world, _CONTEXT_CHUNK
+        gpt, windows, rows, evaluation.loaded.runtime, world, _CONTEXT_CHUNK
     ):
         by_position.add(targets, losses)
     losses_of_bins = by_position.sums.losses(world)
@@ -227,15 +228,15 @@ def _measure_context(
     }
 
 
-def _sets(plan: Evaluation, first: int, n_windows: int) -> Tensor:
+def _sets(evaluation: Evaluation, first: int, n_windows: int) -> Tensor:
     """Return the index of each target's set, (n_windows, T); 0 where there is no target."""
-    sets = np.zeros((n_windows, plan.windows.seq_len), np.int64)
-    if len(plan.manifest.set_names) > 1:
+    sets = np.zeros((n_windows, evaluation.windows.seq_len), np.int64)
+    if len(evaluation.manifest.set_names) > 1:
         for row in range(n_windows):
             length = 0
-            for start, stop in plan.windows.spans(first + row):
+            for start, stop in evaluation.windows.ranges(first + row):
                 targets = slice(length, length + stop - start)
-                sets[row, targets] = sets_between(plan.windows.stream, start, stop)
+                sets[row, targets] = sets_between(evaluation.windows.stream, start, stop)
                 length = targets.stop
     return torch.from_numpy(sets)
 
@@ -266,8 +267,8 @@ class _PositionSums:
         rows = []
         for (start, stop), loss in zip(pairwise(self._edges), losses, strict=True):
             if loss.tokens:
-                row = {"start": start, "stop": stop, "tokens": loss.tokens}
-                rows.append(row | {"loss": _finite(loss.per_token)})
+                mean = _finite(loss.per_token)
+                rows.append({"start": start, "stop": stop, "tokens": loss.tokens, "loss": mean})
         return rows
 
 

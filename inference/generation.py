@@ -94,6 +94,7 @@ class TextStream:
             self._held = ""
             _, start = min(ends)
             return text[:start]
+        # What may be the beginning of a stop string is held back.
         beginnings = (stop[:n] for stop in self._stop for n in range(len(stop)))
         self._held = max(filter(text.endswith, beginnings), key=len, default="")
         return text.removesuffix(self._held)
@@ -187,6 +188,7 @@ class Generation:
         self.prefix = prefix
         self.n_read += len(logits)
         if self._stream and not self.may_skip:
+            # Logits are those of the next token: the first token of a prompt has none.
             if start == 0 and self.request.prompt_start == 0:
                 self._later.append(Token(ids[0], 0, None, {}))
                 self._stream.push(ids[0])

@@ -9,6 +9,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
@@ -197,21 +198,29 @@ def score(gpt: GPT, texts: Sequence[Text], micro_batch: int, runtime: Runtime) -
 
 
 def _score_batch(gpt: GPT, texts: Sequence[Text]) -> list[Score]:
+    # The last token is only a target. A text of one token has none, and is read all the same.
+    token_ids = [ids[:-1] or ids for ids, _ in texts]
+    targets = [[IGNORED] * (n - 1) + ids[n:] for ids, n in texts]
+    token_chunks = _chunks(token_ids, 0, gpt.device)
+    target_chunks = _chunks(targets, IGNORED, gpt.device)
     # Log-likelihood, and the number of tokens that are not the likeliest.
     sums = torch.zeros(len(texts), 2, dtype=torch.float64, device=gpt.device)
-    tokens = [torch.tensor(ids[:-1] or ids) for ids, _ in texts]
-    targets = [torch.tensor([IGNORED] * (n - 1) + ids[n:], dtype=torch.int64) for ids, n in texts]
-    token_chunks = pad_sequence(tokens, True).to(gpt.device).split(_CHUNK, dim=1)
-    target_chunks = pad_sequence(targets, True, IGNORED).to(gpt.device).split(_CHUNK, dim=1)
     n_at_once = max(1, _LOGITS // gpt.config.n_vocab_padded)
     state: GPTState | None = None
-    for token_ids, target_ids in zip(token_chunks, target_chunks, strict=True):  # (B, T)
-        x, state = gpt.features(token_ids, state, return_state=True)
-        for places in (target_ids >= 0).nonzero().split(n_at_once):
+    for tokens, chunk_targets in zip(token_chunks, target_chunks, strict=True):
+        x, state = gpt.features(tokens, state, return_state=True)
+        # Logits take much memory: they are computed only where there are targets.
+        for places in (chunk_targets >= 0).nonzero().split(n_at_once):
             rows, positions = places.unbind(1)
-            target = target_ids[rows, positions]
+            target = chunk_targets[rows, positions]
             logits = gpt.logits(x[rows, positions])  # (N, V)
             nats = cross_entropy(logits, target, reduction="none")  # autocast uses float32
             is_missed = logits.argmax(-1) != target
             sums.index_add_(0, rows, torch.stack([-nats.double(), is_missed], dim=1))
     return [(log_likelihood, n_missed == 0) for log_likelihood, n_missed in sums.tolist()]
+
+
+def _chunks(rows: list[list[int]], padding: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Pad rows at their ends to (B, T), and split them into chunks of _CHUNK columns."""
+    tensors = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    return pad_sequence(tensors, True, padding).to(device).split(_CHUNK, dim=1)

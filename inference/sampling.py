@@ -92,8 +92,8 @@ def weigh(logits: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
     if sampling.temperature == 0:
         ids = logits.argmax(-1, keepdim=True)
         return ids, torch.ones_like(ids)
-    # With the largest logit at 0, no temperature makes exp overflow. GPUs divide by multiplying
-    # with the reciprocal.
+    # With the largest logit at 0, no temperature makes exp overflow. GPUs multiply with the
+    # reciprocal of the temperature, which 1e-300 keeps finite.
     largest = logits.amax(-1, keepdim=True).double()
     temperature = max(sampling.temperature, 1e-300)
     if sampling.top_k is not None and sampling.top_k < n_vocab:

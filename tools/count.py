@@ -23,7 +23,8 @@ def count(source: str) -> Counter[str]:
             continue
         if isinstance(node.value.value, str):
             docstrings |= _lines_of(node.lineno, node.end_lineno)
-    tokens = []
+    n_tokens = 0
+    lines: set[int] = set()
     opened = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         kind = tokenize.tok_name[token.type]
@@ -33,11 +34,9 @@ def count(source: str) -> Counter[str]:
         if kind == "FSTRING_END":
             token = token._replace(start=opened.pop())
         if not opened and kind not in LAYOUT and token.start[0] not in docstrings:
-            tokens.append(token)
-    lines: set[int] = set()
-    for token in tokens:
-        lines |= _lines_of(token.start[0], token.end[0])
-    return Counter(files=1, lines=len(lines), tokens=len(tokens))
+            n_tokens += 1
+            lines |= _lines_of(token.start[0], token.end[0])
+    return Counter(files=1, lines=len(lines), tokens=n_tokens)
 
 
 def _lines_of(first: int, last: int | None) -> set[int]:
@@ -52,6 +51,7 @@ def counted() -> dict[str, Counter[str]]:
         path = Path(name)
         if path.suffix not in (".py", ".md") or not (ROOT / path).is_file():
             continue
+        # train.py, eval.py and sample.py count as scripts, and README.md as a page.
         package = path.parts[0] if path.parent.name else "scripts"
         source = (ROOT / path).read_text(encoding="utf-8")
         if path.suffix == ".py" and package in counts:

@@ -16,13 +16,7 @@ from common.memory import out_of_memory
 from common.numbers import ceil_div
 from common.settings import UserError, decode
 from model.gpt import GPT
-from runtime.device import (
-    Runtime,
-    compiles,
-    open_runtime,
-    triton_version,
-    why_gpu_is_unseen,
-)
+from runtime.device import Runtime, compiles, open_runtime, triton_version, why_gpu_is_unseen
 from runtime.distributed import World
 from runtime.proof import Form, prove_gradients
 from tools.bench.harness import Row, composed, in_own_process, machine, print_table

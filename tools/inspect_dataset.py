@@ -12,7 +12,7 @@ from common.command_line import Items
 from common.console import say, show_table, table_of
 from common.settings import UserError, printable
 from data.chat import answer_targets
-from data.conversations import Spans
+from data.conversations import Ranges
 from data.documents import documents_in
 from data.loader import TrainBatches, open_rows
 from data.prepare.finish import sets_table
@@ -52,26 +52,31 @@ def inspect(
         if state is None or run_dir is None:
             raise UserError("step needs a run: give run_dir")
         batches = _batches(run_dir, dataset_dir, manifest, state)
-        if step > state.step:
-            say(
-                f"the run's last checkpoint is of step {state.step}: this is what step {step} "
-                "would read"
-            )
-        rows = [batches.rows.spans(row) for row in batches.numbers(step - 1).tolist()]
-        return _show(batches.rows.stream, rows, tokens)
+        _show_step(step, batches, state.step, tokens)
+        return
     stream = TokenStream(dataset_dir, manifest, split)
     if stream.has_markers:
         stream.loss = "answers"
-    places = window + [randrange(max(1, stream.n_tokens)) for _ in range(random)]
-    for token in places:
-        if not 0 <= token < stream.n_tokens:
+    starts = window + [randrange(max(1, stream.n_tokens)) for _ in range(random)]
+    for start in starts:
+        if not 0 <= start < stream.n_tokens:
             raise UserError(
-                f"token {token} is not in '{split}', which has {stream.n_tokens:,} tokens: "
+                f"token {start} is not in '{split}', which has {stream.n_tokens:,} tokens: "
                 "give a lower number"
             )
-        _show(stream, [[(token, min(token + tokens, stream.n_tokens))]], tokens)
-    if not places:
+        _show(stream, [[(start, min(start + tokens, stream.n_tokens))]], tokens)
+    if not starts:
         show_table(sets_table(manifest))
+
+
+def _show_step(step: int, batches: TrainBatches, last_step: int, n_tokens: int) -> None:
+    """Show the rows of a step of training, which may be after the last one."""
+    if step > last_step:
+        say(
+            f"the run's last checkpoint is of step {last_step}: this is what step {step} would read"
+        )
+    rows = [batches.rows.ranges(row) for row in batches.numbers(step - 1).tolist()]
+    _show(batches.rows.stream, rows, n_tokens)
 
 
 def _batches(
@@ -89,10 +94,10 @@ def _batches(
     return batches
 
 
-def _show(stream: TokenStream, rows: list[Spans], n_tokens: int) -> None:
+def _show(stream: TokenStream, rows: list[Ranges], n_tokens: int) -> None:
     """Show the documents behind rows, and the first `n_tokens` of each as text."""
     names = load_tokenizer(stream.dataset_dir / TOKENIZER).tokens
-    texts = [row_text(stream, spans, n_tokens, names) for spans in rows]
+    texts = [row_text(stream, ranges, n_tokens, names) for ranges in rows]
     show_table(documents_table(stream, rows))
     if stream.loss == "answers":
         say("⟦ and ⟧ enclose the targets: the answers that are trained")
@@ -104,7 +109,7 @@ def _show(stream: TokenStream, rows: list[Spans], n_tokens: int) -> None:
         say(text)
 
 
-def row_text(stream: TokenStream, spans: Spans, n_tokens: int, tokens: Sequence[bytes]) -> str:
+def row_text(stream: TokenStream, ranges: Ranges, n_tokens: int, tokens: Sequence[bytes]) -> str:
     """Return the text of the first `n_tokens` tokens of a row, with control characters escaped.
 
     With the loss on answers, ⟦ and ⟧ enclose the targets.
@@ -113,7 +118,7 @@ def row_text(stream: TokenStream, spans: Spans, n_tokens: int, tokens: Sequence[
         tokens: the bytes of each id; of one without text, its name.
     """
     text = b""
-    for start, stop in spans:
+    for start, stop in ranges:
         stop = min(stop, start + n_tokens)
         n_tokens -= stop - start
         marked = np.zeros(stop - start, bool)
@@ -141,14 +146,13 @@ def _are_targets(stream: TokenStream, start: int, stop: int) -> np.ndarray:
     return are_targets
 
 
-def documents_table(stream: TokenStream, rows: list[Spans]) -> Table:
+def documents_table(stream: TokenStream, rows: list[Ranges]) -> Table:
     """Return a table of the documents in rows of a split, and their inputs."""
     table = table_of(
-        ["set", "input"],
-        ["document", "tokens read", "of", "row", "offset in the split"],
+        ["set", "input"], ["document", "tokens read", "of", "row", "offset in the split"]
     )
-    for row, spans in enumerate(rows):
-        for start, stop in spans:
+    for row, ranges in enumerate(rows):
+        for start, stop in ranges:
             for document in documents_in(stream, start, stop):
                 begin = max(start, document.start)
                 end = min(stop, document.stop)

@@ -46,10 +46,9 @@ class PlanConfig(TrainConfig, defaults="plan"):
                 f"runtime.context_parallel={together} does not divide n_device={self.n_device}"
             )
         if self.batch_size * together < self.n_device:
-            step = f"batch_tokens={self.batch_tokens} is {self.batch_size} sequences"
             raise ValueError(
-                f"{step}, fewer than n_device={self.n_device}: "
-                "lower n_device, or raise batch_tokens"
+                f"batch_tokens={self.batch_tokens} is {self.batch_size} sequences, fewer than "
+                f"n_device={self.n_device}: lower n_device, or raise batch_tokens"
             )
         if self.device not in ("auto", "cpu") and device_by_name(self.device) is None:
             names = ", ".join(known_device.name for known_device in DEVICES)
@@ -94,12 +93,14 @@ def plan(config: PlanConfig) -> JsonDict:
         size = most or 1
     micro_batch = min(size, share)
     memory = memory_with(micro_batch)
-    numbers = gpt.n_params() * (1 + config.optim.means(gpt))
+    flops_per_token = gpt.flops_per_token(config.seq_len)
+    # A checkpoint has the weights, and the optimizer's state of each.
+    n_stored = gpt.n_params() * (1 + config.optim.means(gpt))
     return {
         "device": {"memory": target.memory},
         "model": {
             "parameters": gpt.n_params(),
-            "flops_per_token": gpt.flops_per_token(config.seq_len),
+            "flops_per_token": flops_per_token,
         },
         "step": {
             "tokens": config.batch_tokens,
@@ -110,8 +111,8 @@ def plan(config: PlanConfig) -> JsonDict:
             "micro_batches": ceil_div(share, micro_batch),
         },
         "memory": memory._asdict() | {"peak": memory.peak, "largest_micro_batch": most},
-        "time": time_of(config, target, gpt.flops_per_token(config.seq_len)),
-        "disk": disk_of(config, round(numbers * target.runtime.param_dtype.itemsize)),
+        "time": time_of(config, target, flops_per_token),
+        "disk": disk_of(config, round(n_stored * target.runtime.param_dtype.itemsize)),
     }
 
 
@@ -130,6 +131,7 @@ def find_target(config: PlanConfig) -> Target:
                 "runtime.device=cuda, but there is no GPU here: name one, such as device=a100-40gb"
             )
         device = "cpu"
+    # From here on, "auto" is this machine's GPU. `known` is None if the table has no such device.
     kind = torch.device("cpu" if device == "cpu" else "cuda")
     known = device_of_gpu(gpu or "") if device == "auto" else device_by_name(device)
     dtype = config.runtime.dtype

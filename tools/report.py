@@ -9,7 +9,7 @@ import html
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -150,7 +150,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     return runs
 
 
-def _common_folder(paths: Sequence[Path] | dict[Path, None]) -> Path:
+def _common_folder(paths: Iterable[Path]) -> Path:
     """Return the deepest folder that contains all of them, or is one of them."""
     return Path(os.path.commonpath([path.absolute() for path in paths] or [Path.cwd()]))
 
@@ -218,8 +218,10 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
     """Return the report's rows, the best first."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        ignored = ("seed", "run_dir")
-        settings = {key: value for key, value in run.settings.items() if key not in ignored}
+        settings = {
+            key: value for key, value in run.settings.items() if key not in ("seed", "run_dir")
+        }
+        # A failed run, and one without known settings, has a row of its own.
         is_alone = run.failure or "seed" not in run.settings
         key = json.dumps([run.name if is_alone else "", settings], sort_keys=True)
         groups.setdefault(key, []).append(run)

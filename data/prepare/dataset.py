@@ -15,13 +15,7 @@ from common.settings import JsonDict, Settings, UserError
 from data.chat import ChatTokenizer
 from data.prepare.encode import Item, Skipped, encode_all
 from data.prepare.finish import finish
-from data.prepare.items import (
-    NO_CONVERSATION,
-    NO_TEXT,
-    OUT_OF_RANGE,
-    REMEDIES,
-    Position,
-)
+from data.prepare.items import NO_CONVERSATION, NO_TEXT, OUT_OF_RANGE, REMEDIES, Position
 from data.prepare.sources import (
     ChatSource,
     HubSource,
@@ -129,8 +123,8 @@ class PrepareConfig(Settings, defaults="prepare"):
         if val_names:
             return {"val_inputs": val_names}
         size = sum(math.inf if n_bytes is None else n_bytes for n_bytes in inputs.values())
-        is_large = size >= _LARGE
-        source = self.data if is_large else Source
+        # A small input needs a larger share than some sources usually have.
+        source = self.data if size >= _LARGE else Source
         return {"val_fraction": source.usual_val_fraction}
 
 
@@ -195,9 +189,7 @@ def _write(config: PrepareConfig, plan: Plan, folder: Path) -> Manifest:
 
 
 class _Reading(Track):
-    """Shows how many bytes of the input have been read, and how many documents they hold."""
-
-    items = 0
+    """Shows how many bytes of the input have been read."""
 
     def count_bytes(self, n_bytes: int) -> None:
         """Count bytes of the input."""
@@ -205,11 +197,7 @@ class _Reading(Track):
 
 
 def _read(
-    config: PrepareConfig,
-    plan: Plan,
-    folder: Path,
-    after: Position | None,
-    track: _Reading,
+    config: PrepareConfig, plan: Plan, folder: Path, after: Position | None, track: _Reading
 ) -> Generator[Item, None, None]:
     """Yield the items after a position.
 
@@ -222,12 +210,13 @@ def _read(
         source = source.ended_by(plan.tokenizer.eot_id)
     raws = source.documents(track.count_bytes, after)
     workers = config.workers or os.cpu_count() or 1
-    is_first = after is None
+    is_start = after is None
+    n_items = 0
     first_skipped: list[Skipped] = []
     encoded = encode_all(source, raws, folder / TOKENIZER, workers)
-    for items in itertools.chain(encoded, [[]]):
-        track.items += len(items)
-        track.advance(0, f"{track.items:,} documents")
+    for items in itertools.chain(encoded, [[]]):  # [] is the end of the input
+        n_items += len(items)
+        track.advance(0, f"{n_items:,} documents")
         skipped = [item for item in items if isinstance(item, Skipped)]
         if skipped and config.on_error == "stop":
             reason = skipped[0].reason
@@ -235,11 +224,11 @@ def _read(
                 f"{skipped[0].where}: {reason}: {REMEDIES.get(reason, 'correct it')}; "
                 "or skip such items with on_error=skip"
             )
-        if is_first:
+        if is_start:
             first_skipped += skipped
-            is_first = len(items) > 0 and track.items < _CHECKED_ITEMS
-            if not is_first:
-                _check_first(config, first_skipped, track.items)
+            if not items or n_items >= _CHECKED_ITEMS:
+                _check_first(config, first_skipped, n_items)
+                is_start = False
         yield from items
 
 

@@ -37,8 +37,8 @@ class Encoded(NamedTuple):
     ids: np.ndarray
     """Its token ids, <|endoftext|> included, in the type of the shards."""
     utf8_bytes: int
-    place: float
-    """From 0 to 1. It depends on the text alone, and decides the split."""
+    split_hash: float
+    """A hash of the text, from 0 to 1, which decides the split."""
     unread: tuple[str, ...] = ()
     """As in Document."""
 
@@ -59,8 +59,8 @@ class Skipped(NamedTuple):
 Item = Encoded | Skipped
 
 
-def document_place(utf8: bytes) -> float:
-    """Return the place of a text among all texts, from 0 to 1: a hash."""
+def split_hash(utf8: bytes) -> float:
+    """Return a hash of a text, from 0 to 1."""
     digest = hashlib.blake2b(utf8, digest_size=16).digest()
     return int.from_bytes(digest[:8], "little") / 2**64
 
@@ -152,7 +152,7 @@ def _encode_document(document: Document, position: Position, tokenizer: Tokenize
     arrays = [ids.astype(dtype) for ids in tokenizer.encode_arrays(text)]
     arrays.append(np.array([tokenizer.eot_id], dtype))
     ids = np.concatenate(arrays)
-    return [Encoded(position, document.set_name, ids, len(utf8), document_place(utf8))]
+    return [Encoded(position, document.set_name, ids, len(utf8), split_hash(utf8))]
 
 
 def _split_ids(
@@ -168,8 +168,8 @@ def _split_ids(
     documents = []
     for document in np.split(ids, ends[:-1]):
         n_bytes = int(tokenizer.byte_lengths.take(document).sum())
-        place = document_place(document.tobytes())
-        documents.append(Encoded(position, set_name, document, n_bytes, place))
+        hash_of_ids = split_hash(document.tobytes())
+        documents.append(Encoded(position, set_name, document, n_bytes, hash_of_ids))
     return documents
 
 

@@ -1,7 +1,7 @@
 """Finds the files that a path, a folder or a glob names, and reads them in bounded memory.
 
-Files may be compressed, damaged, or not text. What becomes of an item that cannot be read is
-decided in dataset.py (data.on_error).
+Files may be compressed, damaged, or not text. dataset.py decides what becomes of an item that
+cannot be read (on_error).
 """
 
 import codecs
@@ -129,7 +129,7 @@ def _below(
     if kind is not None:
         left_out[folder or "."] = kind
         return
-    if pattern == "**" and inner_patterns:
+    if pattern == "**" and inner_patterns:  # ** also matches no folder
         yield from _below(folder, inner_patterns, left_out, entered)
     for name in names:
         is_hidden = name.startswith(".") and not pattern.startswith(".")

@@ -85,7 +85,7 @@ class FileSource(Source):
 
     def path_of(self, name: str) -> Path:
         """Return the file with a name in `inputs`."""
-        raise NotImplementedError
+        return Path(name)
 
     def read(self, path: Path, count_bytes: CountBytes) -> Iterator[Any]:
         """Yield the contents of the numbered items of a file, such as its lines.
@@ -99,9 +99,7 @@ class FileSource(Source):
         yield "".join(read_text(path, count_bytes))
 
     def documents(
-        self,
-        count_bytes: CountBytes = lambda _: None,
-        after: Position | None = None,
+        self, count_bytes: CountBytes = lambda _: None, after: Position | None = None
     ) -> Iterator[Raw]:
         """Yield the items of all inputs in order, or those after a position.
 
@@ -269,10 +267,6 @@ class NamedFiles(FileSource):
             say(f"left out of data.path={pattern}: {listed}")
         return files
 
-    def path_of(self, name: str) -> Path:
-        """Return the file with a name in `inputs`."""
-        return Path(name)
-
 
 class LineFiles(NamedFiles):
     """Files of JSON lines."""
@@ -431,9 +425,7 @@ class HubSource(Source, defaults="data/hf"):
         return {self.path: None}
 
     def documents(
-        self,
-        count_bytes: CountBytes = lambda _: None,
-        after: Position | None = None,
+        self, count_bytes: CountBytes = lambda _: None, after: Position | None = None
     ) -> Iterator[Raw]:
         """Stream the split.
 
@@ -451,6 +443,7 @@ class HubSource(Source, defaults="data/hf"):
             for row in rows:
                 number += 1
                 read = row.keys() if self.is_chat else (self.text_field, "meta")
+                # The other columns are kept by name, for the message of a missing text.
                 content = {key: row[key] if key in read else None for key in row}
                 text = str(content) if self.is_chat else content.get(self.text_field)
                 size = len(text) if isinstance(text, str | list) else 0
@@ -528,6 +521,7 @@ def passages(chunks: Iterable[str]) -> Iterator[str]:
     for chunk in chunks:
         text = text[start:] + chunk
         start = 0
+        # A passage ends where it would if the text came at once.
         while len(text) - start > _LONGEST_PASSAGE:
             stop = _end_of_passage(text, start)
             yield text[start:stop]

@@ -25,7 +25,6 @@ import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from io import BufferedWriter
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +55,7 @@ _RANKS = "sha256 of the tokenizer's ranks"
 # In a corpus of fewer documents, none may fall into validation by chance: one is then chosen.
 _FEW_DOCUMENTS = 4096
 ValidationRule = Callable[[Encoded, int], bool]
+"""Whether a document is for validation, given the number of tokens of the input before it."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -73,7 +73,7 @@ class Plan(Settings):
 
     @property
     def val_fraction(self) -> float:
-        """Documents whose place is below this are for validation; 0: another rule."""
+        """Documents whose split_hash is below this are for validation; 0: another rule."""
         return self.prepared.get("val_fraction", 0.0)
 
     @property
@@ -256,9 +256,12 @@ def write_spans(folder: Path, plan: Plan, spans: list[Span], items: Iterator[Ite
 def _enough_to_validate(
     plan: Plan, by_position: Iterator[list[Item]]
 ) -> tuple[float, Iterator[list[Item]]]:
-    """Return val_fraction, raised above the lowest place if it is below all, and all items again.
+    """Raise val_fraction if no document of a small corpus would be for validation.
 
-    It is raised in a small corpus only, which is one span of few documents.
+    A corpus is small if it is one span of few documents.
+
+    Returns:
+        val_fraction, and all items from the first.
     """
     start: list[list[Item]] = []
     n_tokens = 0
@@ -268,20 +271,20 @@ def _enough_to_validate(
         for item in items:
             if isinstance(item, Encoded):
                 n_tokens += item.ids.size
-                lowest = min(lowest, item.place)
+                lowest = min(lowest, item.split_hash)
         if len(start) == _FEW_DOCUMENTS or n_tokens >= plan.shard_tokens:
             return plan.val_fraction, itertools.chain(start, by_position)
     return max(plan.val_fraction, math.nextafter(lowest, 2.0)), iter(start)
 
 
 def _validation_rule(plan: Plan, val_fraction: float) -> ValidationRule:
-    """Return whether a document is for validation, given the tokens of the input before it."""
+    """Return the rule of the plan, with this val_fraction."""
     if plan.val_tokens:
         return lambda item, n_before: n_before < plan.val_tokens
     if plan.val_inputs:
         val_inputs = set(plan.val_inputs)
         return lambda item, n_before: item.position.input in val_inputs
-    return lambda item, n_before: item.place < val_fraction
+    return lambda item, n_before: item.split_hash < val_fraction
 
 
 def _write_span(
@@ -304,7 +307,7 @@ def _write_span(
     unread: Counter[str] = Counter()
     last: Position | None = None
     n_tokens = 0
-    shards: dict[SplitName, _Shard] = {}
+    shards: dict[SplitName, _ShardWriter] = {}
     with contextlib.ExitStack() as closing:
         for items in by_position:
             for item in items:
@@ -316,10 +319,9 @@ def _write_span(
                 unread.update(item.unread)
                 split: SplitName = "val" if is_val(item, n_before + n_tokens) else "train"
                 if split not in shards:
-                    paths = [directory / f"{split}.bin", directory / f"{split}.idx"]
-                    files = [closing.enter_context(open(path, "xb")) for path in paths]
-                    shards[split] = _Shard(files, header)
-                shards[split].add(item, inputs[last.input], number_of(item.set_name, set_names))
+                    shards[split] = _ShardWriter(directory / f"{split}.bin", header, closing)
+                set_number = number_of(item.set_name, set_names)
+                shards[split].add(item, inputs[last.input], set_number)
                 n_tokens += item.ids.size
             if n_tokens >= plan.shard_tokens:
                 break
@@ -348,12 +350,13 @@ def number_of(set_name: str, set_names: dict[str, int]) -> int:
     return number
 
 
-class _Shard:
-    """A shard and its index that are being written."""
+class _ShardWriter:
+    """Writes a new shard and its index."""
 
-    def __init__(self, files: list[BufferedWriter], header: bytes) -> None:
-        """`files`: for the ids and for the index."""
-        self.files = files
+    def __init__(self, path: Path, header: bytes, closing: contextlib.ExitStack) -> None:
+        """`header`: of the index. `closing` closes the files."""
+        paths = [path, path.with_suffix(".idx")]
+        self.files = [closing.enter_context(open(file, "xb")) for file in paths]  # noqa: SIM115
         self.digests = [hashlib.sha256(), hashlib.sha256()]
         self.end = 0
         self.documents = 0

@@ -6,7 +6,7 @@ train.bin and val.bin have no header.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -24,9 +24,8 @@ _LONGEST = 2**22
 _VALIDATION = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])")  # in the name of a file
 
 
-def val_inputs(names: Iterable[str]) -> list[str]:
+def val_inputs(names: Collection[str]) -> list[str]:
     """Return the validation shards, if there are others: those with "val" in their file's name."""
-    names = list(names)
     validation = [name for name in names if _VALIDATION.search(Path(name).name.lower())]
     return validation if len(validation) < len(names) else []
 

@@ -23,11 +23,9 @@ def verify_or_exit(dataset_dir: Path) -> None:
         raise SystemExit(1)
     manifest = parse_manifest(dataset_dir)
     total = total_of(split.total for split in manifest.splits.values())
-    n_sets = count(len(manifest.set_names), "set")
-    n_inputs = count(len(manifest.inputs), "input")
     say(
         f"{dataset_dir} is whole: {total.documents:,} documents, {total.tokens:,} tokens, "
-        f"{n_sets}, {n_inputs}"
+        f"{count(len(manifest.set_names), 'set')}, {count(len(manifest.inputs), 'input')}"
     )
 
 

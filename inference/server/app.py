@@ -109,10 +109,13 @@ def guarded(app: ASGIApp, hosts: frozenset[str] | None) -> ASGIApp:
 
 
 def _model(served: Served) -> JsonDict:
-    limits = {
+    return {
+        "id": served.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "log-gpt",
         "max_prompt_tokens": served.limits.max_prompt_tokens,
         "max_tokens": served.limits.max_tokens,
         "max_model_len": served.worker.engine.gpt.config.max_len,
         "chat": isinstance(served.tokenizer, ChatTokenizer),
     }
-    return {"id": served.name, "object": "model", "created": 0, "owned_by": "log-gpt"} | limits

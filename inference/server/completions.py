@@ -180,12 +180,10 @@ async def stream(
     first: tuple[int, Update], updates: Updates, response: CompletionResponse, include_usage: bool
 ) -> AsyncIterator[str]:
     """Yield the response as server-sent events. `include_usage`: the token counts come last."""
-    item: tuple[int, Update] | None = first
     try:
-        while item:
-            index, update = item
+        yield _event(response.chunk(*first))
+        async for index, update in updates:
             yield _event(response.chunk(index, update))
-            item = await anext(updates, None)
         if include_usage:
             yield _event(response.usage())
         yield "data: [DONE]\n\n"

@@ -41,9 +41,8 @@ class CompletionResponse:
         self, model: str, generations: Sequence[Generation], tokenizer: Tokenizer, n: int
     ) -> None:
         """`generations`: n for each prompt."""
-        name = f"{self._prefix}-{uuid.uuid4().hex}"
         self._head = {
-            "id": name,
+            "id": f"{self._prefix}-{uuid.uuid4().hex}",
             "object": self._object,
             "created": int(time.time()),
             "model": model,

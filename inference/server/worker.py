@@ -60,7 +60,7 @@ class Worker(threading.Thread):
         """Hand new texts to the engine, and run one turn."""
         with self._changed:
             self.engine.submit(self._new)
-            self._load = self.load
+            self._load = self.load  # new texts are among those that wait
             self._new = []
         try:
             self.engine.turn()

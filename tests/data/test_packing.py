@@ -97,13 +97,13 @@ def test_every_conversation_is_in_one_row_as_it_is_alone(conversations, seq_len)
     assert sorted(map(pieces, token_ids, targets)) == sorted(found), "an epoch has each row once"
 
 
-def test_sets_are_in_rows_of_their_own_and_spans_name_the_targets(conversations):
+def test_sets_are_in_rows_of_their_own_and_ranges_name_the_targets(conversations):
     stream, _ = conversations(LENGTHS, sets=("a", "b"))
     rows = Conversations(stream, 32)
     for row, owner in enumerate(rows.owners().tolist()):
         token_ids, targets = rows.read(row)
-        spans = rows.spans(row)
-        read = [np.append(EOT, stream.read(start, stop))[:-1] for start, stop in spans]
+        ranges = rows.ranges(row)
+        read = [np.append(EOT, stream.read(start, stop))[:-1] for start, stop in ranges]
         assert token_ids[: sum(map(len, read))].tolist() == np.concatenate(read).tolist()
         letters = {chr(ids[2]) for ids in read}
         assert {(ord(letter) - 97) % 2 for letter in letters} == {owner}

@@ -1,6 +1,7 @@
 """Decoding: tokens per second after texts of several lengths, and bytes of the state."""
 
 import statistics
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,13 +33,19 @@ def measure(options: Any) -> list[Row]:
             state = state_after(gpt, position)
             texts[name, position] = _Text(gpt, state)
             sizes[name, position] = state_bytes(state)
-    turns = in_turn({key: text.next_token for key, text in texts.items()}, _WARM_UP + options.steps)
-    seconds = {key: statistics.median(turn[_WARM_UP:]) for key, turn in turns.items()}
+    runs = {key: partial(seconds_of, text.decode) for key, text in texts.items()}
+    timings = in_turn(runs, _WARM_UP + options.steps)
+    medians = {key: statistics.median(seconds[_WARM_UP:]) for key, seconds in timings.items()}
     rows: list[Row] = []
-    for (name, position), seconds_per_token in seconds.items():
-        row = {"model": name, "position": position, "tokens_per_second": 1 / seconds_per_token}
-        row["x"] = seconds[options.models[0], position] / seconds_per_token
-        rows.append(row | {"bytes_of_state": sizes[name, position]})
+    for (name, position), seconds in medians.items():
+        row = {
+            "model": name,
+            "position": position,
+            "tokens_per_second": 1 / seconds,
+            "x": medians[options.models[0], position] / seconds,
+            "bytes_of_state": sizes[name, position],
+        }
+        rows.append(row)
     return rows
 
 
@@ -59,10 +66,7 @@ class _Text:
         self._token = torch.zeros(1, 1, dtype=torch.int64, device=gpt.device)
         self._state = state
 
-    def next_token(self) -> float:
-        """Decode a token, and return the seconds that it takes."""
-        return seconds_of(self._decode)
-
-    def _decode(self) -> None:
+    def decode(self) -> None:
+        """Decode a token."""
         logits, self._state = self._step(self._token, self._state)
         logits[0, 0, 0].item()  # waits for the device

@@ -16,7 +16,8 @@ from model.ops.sparse_attention.attend import sparse_attention
 from model.ops.sparse_attention.patterns import fixed, longformer, strided, window
 from tools.bench.harness import Row, in_turn
 
-# The published formula keeps several times its T x d_k x d_v latents: with more it is skipped.
+# The published formula keeps several times its T x d_k x d_v latents. It is skipped where the
+# latents take more than this.
 LATENT_BYTES = 2e9
 PATTERNS = {
     "window 256": window(256),

@@ -67,10 +67,14 @@ def measure(options: Any) -> list[Row]:
         seconds = statistics.median(steps)
         rate = options.batch * options.seq_len / seconds
         share = results[0].share_of_peak
-        row = {"model": name, "ms_a_step": 1e3 * seconds, "tokens_per_second": rate}
-        row["peak_gigabytes"] = max(result.peak_gigabytes for result in results)
-        row["x"] = rate / rows[0]["tokens_per_second"] if rows else 1.0
-        row["mfu"] = None if share is None else rate * share
+        row = {
+            "model": name,
+            "ms_a_step": 1e3 * seconds,
+            "tokens_per_second": rate,
+            "peak_gigabytes": max(result.peak_gigabytes for result in results),
+            "x": rate / rows[0]["tokens_per_second"] if rows else 1.0,
+            "mfu": None if share is None else rate * share,
+        }
         rows.append(row)
     return rows
 

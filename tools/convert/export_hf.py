@@ -71,24 +71,26 @@ def _write_model(gpt: GPT, tokenizer: Tokenizer, folder: Path) -> bool:
         }
     else:
         tensors = {f"gpt.{name}": value for name, value in tensors.items()}
-        for name, text in modeling_files(map(type, [config.attention, *config.layers])).items():
-            (folder / name).write_text(text, encoding="utf-8")
-        shutil.copyfile(_HERE.parents[1] / "LICENSE", folder / "LICENSE-code")
-    metadata = {"format": "pt"}  # transformers refuses a file without it
+        _write_code(config, folder)
     save_file(
         {name: value.contiguous() for name, value in tensors.items()},
         folder / "model.safetensors",
-        metadata,
+        {"format": "pt"},  # transformers refuses a file without it
     )
     ids = {"bos_token_id": tokenizer.eot_id, "eos_token_id": tokenizer.eot_id}
-    raw = gpt2_config(config) if plain else _own_config(config, gpt.eot_id)
-    write_json(
-        folder / "config.json",
-        raw | ids | {"dtype": str(gpt.embed.weight.dtype).removeprefix("torch.")},
-    )
+    dtype = {"dtype": str(gpt.embed.weight.dtype).removeprefix("torch.")}
+    architecture = gpt2_config(config) if plain else _own_config(config, gpt.eot_id)
+    write_json(folder / "config.json", architecture | ids | dtype)
     ends = {"eos_token_id": [*tokenizer.end_ids]} if isinstance(tokenizer, ChatTokenizer) else {}
     write_json(folder / "generation_config.json", ids | ends | {"pad_token_id": tokenizer.eot_id})
     return plain
+
+
+def _write_code(config: GPTConfig, folder: Path) -> None:
+    """Write the modules that the model needs, and their license."""
+    for name, text in modeling_files(map(type, [config.attention, *config.layers])).items():
+        (folder / name).write_text(text, encoding="utf-8")
+    shutil.copyfile(_HERE.parents[1] / "LICENSE", folder / "LICENSE-code")
 
 
 def _without_padding(gpt: GPT, n_vocab: int) -> tuple[GPTConfig, dict[str, Tensor]]:
@@ -152,7 +154,7 @@ def _card(gpt: GPT, tokenizer: Tokenizer, state: TrainState, plain: bool) -> str
 def _training(state: TrainState) -> str:
     if state.step == 0:
         return "not trained since it was made or imported"
-    steps = (
-        f"{state.step:,} steps of {state.batch_tokens:,} tokens, in sequences of {state.seq_len:,}"
+    return (
+        f"trained for {state.step:,} steps of {state.batch_tokens:,} tokens, in sequences of "
+        f"{state.seq_len:,}, on `{state.dataset_dir.name}`"
     )
-    return f"trained for {steps}, on `{state.dataset_dir.name}`"

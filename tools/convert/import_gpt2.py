@@ -44,7 +44,7 @@ def import_gpt2(folder: Path, run_dir: Path) -> Path:
     gpt, tokenizer = read_gpt2(folder)
     seq_len = gpt.config.max_len or 1
     sizes = {"seq_len": seq_len, "batch_tokens": _SEQUENCES * seq_len}
-    path = begin_with(gpt, tokenizer, run_dir, seq_len, sizes["batch_tokens"])
+    path = begin_with(gpt, tokenizer, run_dir, **sizes)
     say(
         f"{path}: {gpt.n_params():,} parameters, tokenizer {tokenizer.name} of "
         f"{tokenizer.n_vocab:,} ids"

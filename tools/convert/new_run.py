@@ -12,11 +12,7 @@ from trainer.run_dir import check_folder, own_run
 
 
 def begin_with(
-    gpt: GPT,
-    tokenizer: Tokenizer,
-    run_dir: Path,
-    seq_len: int,
-    batch_tokens: int,
+    gpt: GPT, tokenizer: Tokenizer, run_dir: Path, seq_len: int, batch_tokens: int
 ) -> Path:
     """Write a run's checkpoint of step 0 with a converted model, for `init_from`; return its path.
 
@@ -25,14 +21,18 @@ def begin_with(
     Raises:
         UserError: run_dir holds a run, or is another's.
     """
-    run = {"step": 0, "run_id": secrets.token_hex(4), "model": gpt.config, "seed": 1}
-    sizes = {"seq_len": seq_len, "batch_tokens": batch_tokens}
-    data = {
+    settings = {
+        "step": 0,
+        "run_id": secrets.token_hex(4),
+        "model": gpt.config,
+        "seed": 1,
+        "seq_len": seq_len,
+        "batch_tokens": batch_tokens,
         "dataset_dir": NO_DATASET,
         "dataset_fingerprint": "",
         "data": {"document_reset": gpt.eot_id is not None},
     }
-    state = decode(TrainState, run | sizes | data)
+    state = decode(TrainState, settings)
     check_folder(run_dir)
     with own_run(run_dir):
         if newest(run_dir) is not None:

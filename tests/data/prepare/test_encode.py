@@ -85,7 +85,7 @@ def test_items_are_in_order_and_know_where_they_are_from(tmp_path, encode):
     for item in items:
         utf8 = text_of(item).encode()
         assert item.utf8_bytes == len(utf8)
-        assert item.place == int.from_bytes(hashlib.blake2b(utf8, digest_size=16).digest()[:8], "little") / 2**64
+        assert item.split_hash == int.from_bytes(hashlib.blake2b(utf8, digest_size=16).digest()[:8], "little") / 2**64
     assert {item.ids.dtype for batch in batches for item in batch} == {np.dtype("<u2")}
 
 

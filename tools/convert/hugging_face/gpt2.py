@@ -108,19 +108,17 @@ def gpt2_config(config: GPTConfig) -> dict[str, Any]:
     """Return the config.json of a GPT2LMHeadModel. The architecture must satisfy `is_gpt2`."""
     assert config.block.name == "mlp"
     assert config.position.name == "learned"
-    inner = {
-        "n_positions": config.position.max_len,
-        "n_inner": config.block.expansion * config.n_embd,
-    }
     raw = {
         "model_type": "gpt2",
-        **inner,
+        "n_positions": config.position.max_len,
+        "n_inner": config.block.expansion * config.n_embd,
         **{name: getattr(config, ours) for ours, name in _SIZES.items()},
     }
-    # Our models train without dropout.
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return {
         "architectures": ["GPT2LMHeadModel"],
         **decode(_GPT2Config, raw).model_dump(),
-        **dropout,
+        # Our models train without dropout.
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
     }

@@ -100,7 +100,7 @@ class LogGPTModel(GPT):
     def _read_row_by_row(
         self, input_ids: Tensor, present: Tensor, state: GPTState | None, return_state: bool
     ) -> tuple[Tensor, GPTState | None]:
-        """The same, with zeros as features of padding."""
+        """Read each row without its padding, which gets zeros as features."""
         rows = [
             self.features(input_ids[b, tokens].unsqueeze(0), select_rows(state, [b]), return_state)
             for b, tokens in enumerate(present)
