@@ -516,11 +516,11 @@ class GPT(nn.Module):
         x, rotation, position = call_layer(self.position, x, position, starts)
         positions = Positions(rotation, starts)
         states = []
-        for block, layer in zip(self.blocks, layers, strict=True):
-            x, layer = call_layer(
-                block, x, layer, positions, self.recompute, return_state=return_state
+        for block, layer_state in zip(self.blocks, layers, strict=True):
+            x, layer_state = call_layer(
+                block, x, layer_state, positions, self.recompute, return_state=return_state
             )
-            states.append(layer)
+            states.append(layer_state)
         return self.norm(x), GPTState(position, tuple(states), ngrams)
 
     def _by_documents(
@@ -528,21 +528,22 @@ class GPT(nn.Module):
     ) -> tuple[Tensor, GPTState]:
         """Compute `features` with a state that grows.
 
-        Where documents start in the middle, each document of each row is computed by itself.
+        Rows are computed together if documents start nowhere, or only at the first token of all.
+        Otherwise each document of each row is computed by itself.
         """
         starts = starts.cpu()
         if not starts.any():
             return self._features(token_ids, None, state, True)
-        rows_are_alike = state is None or bool(starts[:, 0].all())
-        if rows_are_alike and not starts[:, 1:].any():
+        no_earlier_tokens = state is None or bool(starts[:, 0].all())
+        if no_earlier_tokens and not starts[:, 1:].any():
             return self._features(token_ids, None, None, True)
         outputs = []
         states = []
         for b, row in enumerate(token_ids.split(1)):
             row_state = None if state is None else select_rows(state, [b])
-            before, *documents = row.tensor_split(starts[b].nonzero().flatten(), dim=1)
-            if before.shape[1]:  # these tokens go on with the document that the state has read
-                x, row_state = self._features(before, None, row_state, True)
+            rest, *documents = row.tensor_split(starts[b].nonzero().flatten(), dim=1)
+            if rest.shape[1]:  # of the document that the state has read
+                x, row_state = self._features(rest, None, row_state, True)
                 outputs.append(x)
             for document in documents:
                 x, row_state = self._features(document, None, None, True)

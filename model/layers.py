@@ -38,19 +38,19 @@ class FusedLinear(Linear):
     """Several matrices in one weight: queries, keys and values, or the two halves of a gated linear
     unit.
 
-    The weight's rows are `n_group` equal groups, each with `parts[i]` rows of matrix i, one matrix
+    The weight's rows are `n_group` equal groups, each with `sizes[i]` rows of matrix i, one matrix
     after the other.
     """
 
-    def __init__(self, n_in: int, parts: Sequence[int], n_group: int = 1) -> None:
-        super().__init__(n_in, n_group * sum(parts))
-        self.parts = tuple(parts)
+    def __init__(self, n_in: int, sizes: Sequence[int], n_group: int = 1) -> None:
+        super().__init__(n_in, n_group * sum(sizes))
+        self.sizes = tuple(sizes)
         self.n_group = n_group
 
     def split(self, weights: Tensor) -> list[Tensor]:
         """Split tensors of the weight's shape (..., rows, columns) into the matrices, by rows."""
         groups = weights.unflatten(-2, (self.n_group, -1))
-        return [part.flatten(-3, -2) for part in groups.split(self.parts, dim=-2)]
+        return [matrix.flatten(-3, -2) for matrix in groups.split(self.sizes, dim=-2)]
 
     def join(self, matrices: Sequence[Tensor]) -> Tensor:
         """The inverse of `split`."""

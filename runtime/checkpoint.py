@@ -381,7 +381,7 @@ def retain(
     whole = [path for path in paths if path not in damaged]
     best = None if state.best_step is None else checkpoint_path(run_dir, state.best_step)
     if best not in whole and (folder / "best").is_file():
-        best = folder / _first_line(folder / "best")  # that save failed: the best one on disk
+        best = folder / _first_line(folder / "best")  # that save failed: keep the one before it
     _point(folder / "latest", whole[-1])
     retained = set(whole[-config.keep_last :])
     if best in whole:

@@ -61,8 +61,8 @@ class RuntimeConfig(DeviceConfig, defaults="runtime/auto"):
     """Activations that the backward pass computes again instead of keeping them. block: all but the
     inputs of blocks; selective: all but these and blocks' products with weights."""
     on_nonfinite: Literal["halt", "skip"]
-    """When loss or gradient is not finite. halt: stop; skip: leave the weights
-    as they are and continue with the next batch."""
+    """When loss or gradient is not finite. halt: stop; skip: leave the weights as they are and
+    continue with the next batch."""
     max_bad_steps: int = Field(ge=0)
     """Most steps in a row that are skipped; one more stops the run."""
     timeout_minutes: float = Field(gt=0, le=10_000)
@@ -202,7 +202,7 @@ def compile_blocks(gpt: GPT, compiled: bool) -> None:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module of the model is compiled."""
-    return any(part._compiled_call_impl is not None for part in module.modules())
+    return any(child._compiled_call_impl is not None for child in module.modules())
 
 
 def triton_version() -> str | None:

@@ -216,8 +216,8 @@ def _is_sharded(tensor: Any) -> "TypeGuard[DTensor]":
 class SequenceGroup:
     """Consecutive ranks that share each sequence: the first has its beginning, the last its end.
 
-    `size` is their number, and `place` this process's place among them. The world has `count` such
-    groups, and this one is number `index`. Every process must make its group.
+    `size` is their number, and `place` this process's place among them, from 0. The world has
+    `count` such groups, and this one is number `index`. Every process must make its group.
     """
 
     def __init__(self, world: World, size: int) -> None:

@@ -52,11 +52,11 @@ class LossSums:
         self._sums = torch.zeros(n_keys, 3, dtype=torch.float64, device=byte_lengths.device)
 
     def add(self, keys: Tensor, targets: Tensor, losses: Tensor) -> None:
-        """Add losses (B, T) of targets (B, T), if 0 or above; `keys` (B or 1, T), int64."""
+        """Add losses (B, T) of targets (B, T); negative ones do not count. `keys`: (B or 1, T)."""
         keys = keys.to(self._sums.device).expand_as(targets)
-        counted = targets >= 0
-        n_bytes = self._byte_lengths[targets.clamp(min=0)].where(counted, 0)
-        figures = torch.stack([losses.double(), counted.double(), n_bytes.double()], dim=-1)
+        is_counted = targets >= 0
+        n_bytes = self._byte_lengths[targets.clamp(min=0)].where(is_counted, 0)
+        figures = torch.stack([losses.double(), is_counted.double(), n_bytes.double()], dim=-1)
         self._sums.index_add_(0, keys.flatten(), figures.flatten(0, 1))
 
     def losses(self, world: World) -> list[Loss]:
@@ -102,7 +102,7 @@ def window_losses(
     world: World,
     chunk: int | None = None,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield the windows of this process: index of the first, targets (B, T), losses (B, T).
+    """Yield micro-batches of this process's windows: index of the first, targets and losses (B, T).
 
     Iterate to the end: the model is in evaluation mode until then.
     """
@@ -120,7 +120,7 @@ def window_losses(
             has_windows = len(targets) > 0
             chunk_here = chunk
             if not has_windows:
-                # The other processes still have some, and with fsdp all must do every pass.
+                # The others still have some, and with fsdp all must do every pass: here of a token.
                 n_passes = ceil_div(windows.seq_len, chunk)
                 token_ids = torch.zeros(1, n_passes, dtype=torch.int64)
                 targets = torch.full((1, n_passes), IGNORED)
@@ -138,7 +138,7 @@ def window_losses(
 
 
 def _losses_in_chunks(gpt: GPT, token_ids: Tensor, targets: Tensor, chunk: int) -> Iterator[Tensor]:
-    """The losses of whole texts, (B, T) in all, `chunk` tokens at a time."""
+    """Yield the losses of texts (B, T), `chunk` tokens at a time."""
     if token_ids.shape[1] <= chunk:
         yield gpt.token_losses(token_ids, targets)
         return

@@ -94,16 +94,17 @@ def _lines(path: Path) -> Iterator[tuple[JsonDict, bytes, int]]:
 
 
 def _parse(text: bytes) -> JsonDict | None:
-    """Return a line with what all readers need of it; None: it is not whole."""
+    """Return a line, or None if it lacks what all readers need."""
     if not text.endswith(b"\n"):
         return None
     try:
         line: JsonDict = orjson.loads(text)
         counts = [line["step"]]
+        # Adding to what is no number raises TypeError.
         losses = [line[key] + 0.0 for key in ("loss", "val_loss") if key in line]
         if losses:
             counts.append(line["tokens"])
-        are_whole = all(type(count) is int for count in counts)
+        are_whole = all(type(number) is int for number in counts)
         can_be_drawn = all(0 <= number < 1e300 for number in counts + losses)
         has_text = isinstance(line.get("sample", ""), str)
     except (ValueError, TypeError, KeyError):

@@ -206,8 +206,9 @@ def plain_gradients(
 ) -> tuple[Gradients, dict[str, Tensor]]:
     """Return the loss and gradients in float32, a few sequences at a time, and the scale of each.
 
-    The scale is the root of the sum of the squared norms of all parts. For independent parts, it is
-    the norm of their sum. Where parts cancel, it does not vanish: nor do their rounding errors.
+    The scale is the root of the sum of the squared norms of the terms that a few sequences give.
+    For independent terms, it is the norm of their sum. Where terms cancel, it does not vanish: nor
+    do their rounding errors.
     """
     rows = max(1, min(_AT_ONCE // token_ids.shape[1], len(token_ids) // 8))
     recompute = gpt.recompute
@@ -216,31 +217,32 @@ def plain_gradients(
     squares: dict[str, Tensor] = {}
     with _plain_torch():
         runtime = Runtime(gpt.device, torch.float32)
-        for ids, of_ids in zip(token_ids.split(rows), targets.split(rows), strict=True):
-            share = len(ids) / len(token_ids)
-            for name, value in gradients(gpt, ids, of_ids, runtime).items():
-                part = value.float() * share
-                total[name] = total.get(name, 0) + part
-                squares[name] = squares.get(name, 0) + part.norm().square()
+        for row_ids, row_targets in zip(token_ids.split(rows), targets.split(rows), strict=True):
+            share = len(row_ids) / len(token_ids)
+            for name, value in gradients(gpt, row_ids, row_targets, runtime).items():
+                term = value.float() * share
+                total[name] = total.get(name, 0) + term
+                squares[name] = squares.get(name, 0) + term.norm().square()
     gpt.recompute = recompute
     return total, {name: square.sqrt() for name, square in squares.items()}
 
 
 def compare(actual: Gradients, expected: Gradients, scales: dict[str, Tensor]) -> Difference:
-    """Return the largest difference, relative to the scale of each tensor."""
-    scale = {name: scales[name].maximum(value.norm()) for name, value in expected.items()}
-    whole = torch.stack([scale[name] for name in scale if name != LOSS]).norm()
+    """Return the largest difference, relative to each tensor's scale, or its norm if larger."""
+    units = {name: scales[name].maximum(value.norm()) for name, value in expected.items()}
+    whole = torch.stack([units[name] for name in units if name != LOSS]).norm()
     sizes = {
-        name: (actual[name].float() - value).norm() / scale[name].maximum(SMALL * whole)
+        name: (actual[name].float() - value).norm() / units[name].maximum(SMALL * whole)
         for name, value in expected.items()
     }
     if LOSS in sizes:
-        sizes[LOSS] *= ROUNDINGS  # a mean of many losses: one rounding
+        sizes[LOSS] *= ROUNDINGS  # it may differ by one rounding only: it is a mean of many losses
     largest = torch.stack([*sizes.values()]).nan_to_num(nan=math.inf).argmax()
     name = [*sizes][int(largest)]
     size = sizes[name].nan_to_num(nan=math.inf)
-    norms = torch.stack([size, actual[name].float().norm(), expected[name].norm()]).tolist()
-    return Difference(norms[0], name, f" has norm {norms[1]:.4g}, in plain torch {norms[2]:.4g}")
+    figures = torch.stack([size, actual[name].float().norm(), expected[name].norm()]).tolist()
+    words = f" has norm {figures[1]:.4g}, in plain torch {figures[2]:.4g}"
+    return Difference(figures[0], name, words)
 
 
 def prove_logits(gpt: GPT, runtime: Runtime, autocast: bool) -> None:

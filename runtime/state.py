@@ -66,7 +66,7 @@ class FixedSettings(Settings):
     """Tokens per training sequence."""
     batch_tokens: int = Field(ge=1, le=2**28)
     """Tokens per step: the global batch, over all processes and micro-batches."""
-    data: DataConfig = DataConfig(mixture=None, document_reset=False, loss="all")
+    data: DataConfig
     init_from: Path | None = None
     """Weights to start from: those of a run's newest checkpoint, or of a given one. It must have
     the same model and tokenizer; optimizer, step and schedule start from scratch. null: random

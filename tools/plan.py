@@ -94,7 +94,7 @@ def plan(config: PlanConfig) -> JsonDict:
         size = most or 1
     micro_batch = min(size, share)
     memory = memory_with(micro_batch)
-    numbers = gpt.n_params() * (1 + config.means(gpt))
+    numbers = gpt.n_params() * (1 + config.optim.means(gpt))
     return {
         "device": {"memory": target.memory},
         "model": {

@@ -36,6 +36,7 @@ def announce(run: Run, last: tuple[int, float] | None) -> None:
     step, before = last
     repeated = max_lr * schedule.factor(step - 1, config.max_steps)
     now = max_lr * schedule.factor(run.state.step, config.max_steps)
+    # No jump if the schedule still gives the last step its rate, or gives it to the next step.
     if min(abs(before - repeated), abs(before - now)) <= 1e-6 * before:
         return
     jump = f"the learning rate goes from {before:.3g} (step {step}) to {now:.3g}"

@@ -8,7 +8,6 @@ from pydantic import Field, field_validator, model_validator
 from common.numbers import ceil_div
 from common.settings import Settings
 from model.attention.longformer import LongformerConfig
-from model.gpt import GPT
 from runtime.checkpoint import CheckpointConfig
 from runtime.device import RuntimeConfig
 from runtime.state import FixedSettings
@@ -85,10 +84,6 @@ class TrainConfig(FixedSettings, defaults="train"):
     def share_of(self, n_device: int) -> int:
         """Most sequences that each of n_device devices has in a step."""
         return ceil_div(self.batch_size * self.runtime.context_parallel, n_device)
-
-    def means(self, gpt: GPT) -> float:
-        """Numbers in the optimizer's state for each parameter."""
-        return self.optim.means(gpt)
 
     @property
     def last_step(self) -> int:

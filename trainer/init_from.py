@@ -77,7 +77,7 @@ def load_weights(gpt: GPT, path: Path, tokenizer: Tokenizer, world: World) -> No
     weights = gpt.state_dict()
     rows = world.rows(weights)
     world.check_equal({"the weights of init_from": source.identity})
-    rows_to_read = {name: slice_ for name, slice_ in rows.items() if name not in _BY_ID}
+    rows_to_read = {name: shard for name, shard in rows.items() if name not in _BY_ID}
     stored = read_weights(source, source_gpt, rows=rows_to_read)
     with torch.no_grad():
         for name, value in weights.items():

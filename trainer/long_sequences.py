@@ -104,7 +104,7 @@ def _call_in_group(
 ) -> tuple[Any, ...]:
     """module(x, state, ...) -> (x, ..., state), with the state of the process before this one.
 
-    Gradients of states come and go with those of x.
+    _Receive and _Send also return x, so that the backward pass of x reaches the states.
     """
     if not torch.is_grad_enabled():
         return module(x, state, *more, **options)

@@ -224,7 +224,6 @@ def _evaluate(run: Run, records: Records) -> bool:
     step = run.state.step
     byte_lengths = torch.from_numpy(run.tokenizer.byte_lengths).to(run.world.device)
     chunk = run.runtime.sequence_chunk or config.seq_len // run.group.size
-    text = None
     loss = evaluate(
         run.gpt, run.windows, byte_lengths, run.micro_batch, run.runtime, run.world, chunk
     )
@@ -232,6 +231,7 @@ def _evaluate(run: Run, records: Records) -> bool:
         raise UserError(
             f"step {step}: validation loss is {loss.nats}: lower optim.max_lr, and start again"
         )
+    text = None
     if config.eval.prompt is not None:
         text = sample(
             run.gpt, config.eval.prompt, run.tokenizer, run.runtime, run.world, config.seed

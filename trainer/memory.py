@@ -78,17 +78,17 @@ def step_memory(
     if not gpt.config.tied:
         linear = linear[:-1]  # without the output layer, whose logits come in chunks
     V, D = gpt.embed.weight.shape
-    weight_bytes = V * D * wide  # the loss computes the gradient of the output layer
+    kept_weights = V * D * wide  # the loss computes the gradient of the output layer
     if narrow < wide:
         # Copied in the dtype of products; fsdp gathers blocks in it.
         copied = set(linear) - set(_linear(gpt.blocks)) if fsdp else linear
-        weight_bytes += sum(layer.weight.numel() for layer in copied) * narrow
+        kept_weights += sum(layer.weight.numel() for layer in copied) * narrow
 
-    # Gradients, input and product.
-    layer_bytes: float = D * wide + max(layer.out_features for layer in linear) * narrow
+    # The gradients of a layer's input and of its product.
+    working_per_token: float = D * wide + max(layer.out_features for layer in linear) * narrow
     outside, in_blocks = kept_per_token(gpt.config, seq_len, runtime.dtype)
     if recompute != "none":
-        layer_bytes += max(in_blocks)
+        working_per_token += max(in_blocks)
         in_blocks = [float(D * wide) for _ in in_blocks]
     if recompute == "selective":
         for number, block in enumerate(gpt.blocks):
@@ -98,8 +98,8 @@ def step_memory(
         weights=weights,
         gradients=gradients,
         optimizer=round(means * weights),
-        activations=round(n_tokens * (outside + sum(in_blocks))) + weight_bytes,
-        working=gathered + max(loss_bytes, round(n_tokens * layer_bytes)),
+        activations=round(n_tokens * (outside + sum(in_blocks))) + kept_weights,
+        working=gathered + max(loss_bytes, round(n_tokens * working_per_token)),
     )
 
 
@@ -148,7 +148,7 @@ def memory_of(
         fsdp=config.runtime.strategy == "fsdp",
         recompute=config.runtime.recompute,
         accumulated=micro_batch < config.share_of(n_device),
-        means=config.means(gpt),
+        means=config.optim.means(gpt),
     )
 
 

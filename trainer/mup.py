@@ -70,19 +70,20 @@ def scales(gpt: GPT, tuned: TransferConfig | None) -> dict[Tensor, Scale]:
     factors: dict[Tensor, Scale] = dict.fromkeys(gpt.parameters(), Scale())
     for module in gpt.modules():
         if isinstance(module, nn.Linear):
-            factors[module.weight] = Scale(1.0, width, width**0.5)
+            factors[module.weight] = Scale(adamw=width, muon=width**0.5)
             if module.bias is not None:
                 factors[module.bias] = as_tuned
     for block in gpt.blocks:
-        # An MLPBlock draws the weights below in proportion to n_layer^-0.5.
-        drawn = depth**0.5 if isinstance(block, MLPBlock) else 1.0
+        init = depth
+        if isinstance(block, MLPBlock):
+            init /= depth**0.5  # it draws these weights in proportion to n_layer^-0.5
         for name, layer in block.named_children():
             if name in ("proj", "down") and isinstance(layer, nn.Linear):
-                factors[layer.weight] = Scale(depth / drawn, width * depth, width**0.5 * depth)
+                factors[layer.weight] = Scale(init, width * depth, width**0.5 * depth)
                 if layer.bias is not None:
                     factors[layer.bias] = Scale(adamw=depth)
     factors |= {gpt.embed.weight: as_tuned, gpt.output_weight: as_tuned}
-    return factors | dict.fromkeys(gpt.norm.parameters(), Scale(width, width))
+    return factors | dict.fromkeys(gpt.norm.parameters(), Scale(init=width, adamw=width))
 
 
 @torch.no_grad()

@@ -69,15 +69,15 @@ class AdamWConfig(Settings, defaults="optim/adamw"):
         for is_vector, scale in sorted(members):
             # The rate is multiplied by `scale`, and the product of rate and decay stays.
             weight_decay = 0.0 if is_vector else self.weight_decay / scale
-            group = {"params": members[is_vector, scale], "scale": scale}
-            groups.append({**group, "weight_decay": weight_decay})
+            groups.append(
+                {"params": members[is_vector, scale], "scale": scale, "weight_decay": weight_decay}
+            )
         eps = self.eps * math.prod(ratios(gpt, self.transfer))
         optimizer = torch.optim.AdamW(groups, lr=self.max_lr, betas=self.betas, eps=eps, fused=True)
         # As in its first step, so that the state can be saved, loaded and measured before.
         for p in params:
-            step = torch.zeros((), dtype=torch.float32, device=p.device)
             optimizer.state[p] = {
-                "step": step,
+                "step": torch.zeros((), dtype=torch.float32, device=p.device),
                 "exp_avg": torch.zeros_like(p),
                 "exp_avg_sq": torch.zeros_like(p),
             }
@@ -173,7 +173,8 @@ class Muon(torch.optim.Optimizer):
                 self._update(with_gradients)
 
     def _update(self, weights: list[Tensor]) -> None:
-        """Update weights of one kind: each process computes a share of the updates, for all."""
+        """Update weights of one kind. Each process computes a share of the updates, and sends it to
+        the others."""
         group = self.param_groups[0]
         world = self._world
         means = [self.state[p]["mean"] for p in weights]
@@ -184,7 +185,8 @@ class Muon(torch.optim.Optimizer):
         lookahead = world.unshard(lookahead)
         share = ceil_div(len(weights), world.size)
         local = lookahead[share * world.rank :][:share]
-        local_updates = lookahead.new_zeros(share, *lookahead.shape[1:])  # as many everywhere
+        # The last process may have fewer, but all must send as many.
+        local_updates = lookahead.new_zeros(share, *lookahead.shape[1:])
         local_updates[: len(local)] = self._updates_of(weights[0], local)
         gathered = torch.cat(world.gather(local_updates))[: len(weights)]
         updates = [world.shard_like(x, p) for x, p in zip(gathered, weights, strict=True)]
@@ -210,7 +212,7 @@ class Muon(torch.optim.Optimizer):
         """Yield weights of one shape and learning rate whose rows are divided in the same way."""
         kinds: dict[Any, list[Tensor]] = {}
         for p, layer in self._layers.items():
-            division = (layer.parts, layer.n_group) if isinstance(layer, FusedLinear) else None
+            division = (layer.sizes, layer.n_group) if isinstance(layer, FusedLinear) else None
             kinds.setdefault((p.shape, division, self._factors[p]), []).append(p)
         for weights in kinds.values():
             n = max(1, _AT_ONCE // weights[0].numel())

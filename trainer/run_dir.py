@@ -127,9 +127,9 @@ def _say_changes(path: Path, config: JsonDict, environment: JsonDict) -> None:
     renamed = tuple(key.removesuffix("name") for key in changes if key.endswith(".name"))
     to_say = {}
     for key, values in changes.items():
-        # Of two schedules, say the name, and what both of them have.
-        is_of_one_schedule = key.startswith(renamed) and None in values
-        if key.endswith(".name") or not is_of_one_schedule:
+        # If a name such as schedule.name changed, leave out keys that only one of the two has.
+        is_of_one = key.startswith(renamed) and None in values
+        if key.endswith(".name") or not is_of_one:
             to_say[key] = values
     for line in changes_of(to_say, "was"):
         say(f"changed: {line}")

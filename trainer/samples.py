@@ -43,7 +43,7 @@ def read_prompt(prompt: str, tokenizer: Tokenizer, max_len: int | None) -> tuple
 def sample(
     gpt: GPT, prompt: str, tokenizer: Tokenizer, runtime: Runtime, world: World, seed: int
 ) -> str:
-    """A prompt with at most 100 tokens that follow. The text is that of rank 0; all must call this.
+    """Return a prompt and at most 100 tokens that follow. Every process must call this.
 
     Random numbers come from a generator of its own, so training does not change.
     """
@@ -62,9 +62,10 @@ def sample(
             with runtime.autocast():
                 logits, state = gpt(ids, state, return_state=True)
             weights = (logits[0, -1, : tokenizer.n_vocab].double().cpu() / _TEMPERATURE).softmax(-1)
-            token = end
+            token = end  # where a model's numbers are broken, its text ends
             if weights.isfinite().all():
                 token = torch.multinomial(weights, 1, generator=generator)
+            # All processes go on with the token of rank 0.
             ids = world.gather(token.to(world.device))[0].view(1, 1)
             if ids.item() in tokenizer.end_ids:
                 break

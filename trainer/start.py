@@ -241,17 +241,14 @@ def build_model(
 
 
 def prove(run: Run) -> None:
-    """Run the model in the fastest form whose gradient is right on this GPU, as proof.py finds it.
-
-    With fsdp, a process has no gradient of its own: the main process proves a model of two blocks,
-    or of as many as the attention pattern has.
-    """
+    """Run the model in the fastest form with the right gradient on this GPU: see proof.py."""
     config = run.config
     world = run.world
     gpt = run.gpt
+    compiled = compiles(config.runtime, run.runtime)
     options: JsonDict = {
         **config.runtime.model_dump(mode="json", include={"kernels", "recompute", "strategy"}),
-        "compile": compiles(config.runtime, run.runtime),
+        "compile": compiled,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "documents": gpt.eot_id is not None,
     }
@@ -269,22 +266,30 @@ def prove(run: Run) -> None:
     if not (targets >= 0).any():  # a question without its answer has no gradient
         targets = token_ids.roll(-1, 1)
     if config.runtime.strategy == "ddp":
-        form = prove_gradients(gpt, token_ids, targets, run.runtime, world, options["compile"])
+        form = prove_gradients(gpt, token_ids, targets, run.runtime, world, compiled)
     else:
-        proved = None
-        if world.is_main:
-            n_layer = max(2, len(config.model.attention_pattern or []))
-            small = GPT(config.model.model_copy(update={"n_layer": n_layer}), gpt.eot_id)
-            small.to(world.device)
-            small.recompute = config.runtime.recompute
-            alone = World(world.device)
-            proved = prove_gradients(
-                small, token_ids, targets, run.runtime, alone, options["compile"]
-            )
-        form = Form(*world.exchange(proved)[0])
-        use(gpt, form)
+        form = _prove_small(run, token_ids, targets, compiled)
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of each machine
         proofs.write(form, options)
+
+
+def _prove_small(run: Run, token_ids: Tensor, targets: Tensor, compiled: bool) -> Form:
+    """Prove a model of two blocks, or of as many as the attention pattern has, in the main process.
+
+    With fsdp, no process has the whole model's gradient.
+    """
+    world = run.world
+    proved = None
+    if world.is_main:
+        n_layer = max(2, len(run.config.model.attention_pattern or []))
+        small = GPT(run.config.model.model_copy(update={"n_layer": n_layer}), run.gpt.eot_id)
+        small.to(world.device)
+        small.recompute = run.config.runtime.recompute
+        alone = World(world.device)
+        proved = prove_gradients(small, token_ids, targets, run.runtime, alone, compiled)
+    form = Form(*world.exchange(proved)[0])
+    use(run.gpt, form)
+    return form
 
 
 def _choose_micro_batch(run: Run) -> int:

@@ -129,8 +129,8 @@ class Attention(nn.Module):
     """Mixes tokens. Owns the projections to queries, keys and values; the block projects the result
     back.
 
-    A mechanism implements `split`, `attend` and `naive_attend`. Mechanisms that rotate more than
-    queries and keys override `mix` or `join`. The options are the same for all mechanisms.
+    A mechanism implements `split`, `attend` and `naive_attend`. Mechanisms with more projections
+    override `mix`, and those that rotate results `join`. All mechanisms have the same options.
     """
 
     split: Callable[[Tensor], Sequence[Tensor]]

@@ -70,7 +70,7 @@ class LongformerAttention(SparseAttention):
         patterns = [longformer(settings.window, settings.n_global)]
         super().__init__(n_embd, n_head, head_dim, settings.n_kv_head, patterns)
         self.n_global = settings.n_global
-        self.qkv_global = FusedLinear(n_embd, self.qkv.parts)
+        self.qkv_global = FusedLinear(n_embd, self.qkv.sizes)
         self.copy_weights()
 
     def copy_weights(self) -> None:
@@ -85,7 +85,8 @@ class LongformerAttention(SparseAttention):
         # All tokens attend to the window and to the global tokens, by q, k, v.
         q, k, v = self.project(features, positions.rotation)
         y, local_after = self.attend(q, k, v, Forgetting(), local, return_state)
-        # The first n attend to the global tokens by q_g, k_g, v_g, which counts if they are global.
+        # The first n tokens also attend to the global ones by q_g, k_g, v_g. Where they are global,
+        # this result replaces the other.
         lengths = local.lengths if local else (0,)
         n = min(x.shape[1], self.n_global - min(lengths))  # tokens that are global in some row
         if n > 0:
@@ -100,16 +101,16 @@ class LongformerAttention(SparseAttention):
             mask = (j <= i.unsqueeze(2)).unsqueeze(1)  # (B or 1, 1, n, n_global)
             y_global = dense_attention(q, k_global, v_global, mask)
             is_global = (i < self.n_global)[:, None, :, None]
-            y_first = y_global.where(is_global, y[:, :, :n])
-            y = torch.cat([y_first, y[:, :, n:]], dim=2)
+            y_of_first = y_global.where(is_global, y[:, :, :n])
+            y = torch.cat([y_of_first, y[:, :, n:]], dim=2)
         y = self.join(y, positions.rotation)
         if local_after is None or not return_state:
             return y, None
         return y, LongformerState(local_after, k_global, v_global)
 
     def _extended(self, x: Tensor | None, new: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        """Add new global tokens to x (B, n_kv_head, n_global, head_dim); row b has lengths[b]
-        earlier tokens."""
+        """Write keys or values of more tokens into those of global tokens, x (B, n_kv_head,
+        n_global, head_dim). Row b has lengths[b] earlier tokens."""
         if x is None:
             return pad(new, (0, 0, 0, self.n_global - new.shape[2]))
         x = x.clone()  # the earlier state must not change

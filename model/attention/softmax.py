@@ -76,7 +76,7 @@ class SoftmaxAttention(MultiHeadAttention):
         with torch.autocast(q.device.type, enabled=False):
             cache, before = state or (None, 0.0)
             a = running_sum(log_f.double(), 2) + before  # (B, H, T, 1)
-            k = repeated(k.to(wide), self.n_head)  # a is that of a query head
+            k = repeated(k.to(wide), self.n_head)  # each query head has its own a
             v = repeated(v.to(wide), self.n_head)
             q_wide, k = self._with_gates(q.to(wide), k, a)
             v = aligned(v, self.head_dim + 4)
@@ -88,13 +88,14 @@ class SoftmaxAttention(MultiHeadAttention):
         """Return q and k with features that add a_t - a_j to scores, so that torch's fused kernels
         can be used.
 
-        Each a is a sum of two numbers, and a feature of 1 reads each. Rounding grows with the text:
-        scores err by about 1e-7 a, and a is all that was forgotten since the text started.
+        Two features hold each a, as a number and its rounding error. The other side has 1 in these
+        features. Rounding grows with the text: scores err by about 1e-7 a, and a is all that was
+        forgotten since the text started.
         """
-        scaled = a * self.head_dim**0.5
+        scaled = a * self.head_dim**0.5  # scores are divided by it
         high = scaled.to(q.dtype)
         low = (scaled - high).to(q.dtype)
-        gates = torch.cat([high, low], -1)  # more digits than the scores
+        gates = torch.cat([high, low], -1)
         ones = torch.ones_like(gates)
         q = aligned(torch.cat([q, gates, ones], -1), self.head_dim + 4)
         k = aligned(torch.cat([k, ones, -gates], -1), self.head_dim + 4)

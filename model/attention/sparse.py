@@ -53,13 +53,11 @@ class SlidingWindowConfig(SharedHeadSettings, defaults="model/attention/sliding_
         dilations = _for_each_head(self.dilation, n_head)
         patterns = []
         for size, gap in zip(windows, dilations, strict=True):
-            patterns.append(window(size or 0, gap or 0))
+            patterns.append(window(size, gap or 0))
         return SparseAttention(n_embd, n_head, head_dim, self.n_kv_head, patterns)
 
 
-def _for_each_head(
-    value: int | tuple[int | None, ...] | None, n_head: int
-) -> tuple[int | None, ...]:
+def _for_each_head(value: Any, n_head: int) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,) * n_head
 
 
@@ -176,11 +174,11 @@ class SparseAttention(MultiHeadAttention):
         i = last_positions(after.lengths, q.shape[2], q.device)  # (B or 1, T)
         mask = pattern_mask(self.patterns, i, j) & (j >= 0)[:, None, None]  # (B, 1 or H, T, S)
         if starts is not None:
-            document = starts.cumsum(1)  # (B, T), 0: that of the cached tokens
-            of_keys = pad(document, (j.shape[1] - document.shape[1], 0))  # (B, S)
-            same = document.unsqueeze(2) == of_keys.unsqueeze(1)  # (B, T, S)
-            mask = mask & same.unsqueeze(1)
-            after = after.forget(of_keys != document[:, -1:])
+            document = starts.cumsum(1)  # (B, T), counted; 0: that of the cached tokens
+            key_document = pad(document, (j.shape[1] - document.shape[1], 0))  # (B, S)
+            is_same = document.unsqueeze(2) == key_document.unsqueeze(1)  # (B, T, S)
+            mask = mask & is_same.unsqueeze(1)
+            after = after.forget(key_document != document[:, -1:])
         if q.shape[2] == 1:
             visible = mask.flatten(0, 2).any(0).nonzero().squeeze(1)
             if 0 < 2 * len(visible) < k.shape[2]:  # copying these keys costs less than reading all

@@ -62,18 +62,19 @@ def ngram_followers(
     T = token_ids.shape[1]
     spare = table.shape[2] - 1
     ids = torch.cat([recent, token_ids], dim=1)
-    number = torch.zeros_like(ids)  # of each token's document; 0: the one that the state has read
+    documents = torch.zeros_like(ids)  # each token's, counted; 0: the one that the state has read
     if starts is not None:
-        number = pad(starts.cumsum(1), (recent.shape[1], 0))
-    document = number[:, None, -1 - T :]
-    last_document = number[:, None, -1:]
-    slots, hashes = _hashes(ids, number, lengths, spare)  # (B, lengths, 1 + T): from recent's last
+        documents = pad(starts.cumsum(1), (recent.shape[1], 0))
+    document = documents[:, None, -1 - T :]
+    last_document = documents[:, None, -1:]
+    # (B, lengths, 1 + T): of the strings that end at recent's last token, and at each new one.
+    slots, hashes = _hashes(ids, documents, lengths, spare)
     is_string = slots < spare
-    # A string, and the token after it.
+    # The hash of a string, and the token after it.
     entries = (hashes[..., :T] << _ID_BITS) + token_ids.unsqueeze(1)
 
-    # What followed: the previous string in the same slot tells, or else the table, which is the
-    # first document's. Each document has slots of its own.
+    # What followed: the previous string in the same slot tells, or else the table, which only
+    # document 0 may read. Each document has slots of its own here.
     previous, following = _neighbours(slots + document * (spare + 1))
     stored = table.gather(2, slots).masked_fill(document > 0, _NONE)
     latest = entries.gather(2, previous.clamp(min=0)).where(previous >= 0, stored)
@@ -87,7 +88,7 @@ def ngram_followers(
         table = table.masked_fill(last_document > 0, _NONE)
     written_slots = slots[..., :T].where(is_written, spare)
     table = table.scatter(2, written_slots, entries.where(is_written, _NONE))
-    recent = ids[:, T:].where(number[:, T:] == number[:, -1:], _NONE)
+    recent = ids[:, T:].where(documents[:, T:] == documents[:, -1:], _NONE)
     return followers, NGramState(recent, table)
 
 
@@ -109,25 +110,25 @@ def _neighbours(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _hashes(
-    ids: Tensor, number: Tensor, lengths: Sequence[int], spare: int
+    ids: Tensor, documents: Tensor, lengths: Sequence[int], spare: int
 ) -> tuple[Tensor, Tensor]:
     """The slot of the string of each length that ends at each token, and its hash: (B, lengths, T -
     max(lengths) + 1).
 
-    Strings that would begin before their document have the slot `spare`. `number` is that of each
-    token's document.
+    Strings that would begin before their document have the slot `spare`.
     """
     longest = max(lengths)
     end = ids.shape[1]
     t = torch.arange(end, device=ids.device)
-    is_first = number != pad(number, (1, 0))[:, :-1]
+    is_first = documents != pad(documents, (1, 0))[:, :-1]
     first = torch.where(ids < 0, t + 1, t.where(is_first, 0)).cummax(1).values  # of the document
-    n_seen = (t + 1 - first)[:, longest - 1 :]
+    n_seen = (t + 1 - first)[:, longest - 1 :]  # tokens of the document so far
     slot_sum = torch.zeros_like(n_seen)
     hash_sum = slot_sum
     slots = []
     hashes = []
     for n in range(1, 1 + longest):
+        # The n-th token from the end of each string; at least 1, so that it changes the sums.
         tokens = ids[:, longest - n : end + 1 - n] + 2
         slot_sum = torch.add(slot_sum, tokens, alpha=pow(_SLOT_BASE, n, _PRIME))
         hash_sum = torch.add(hash_sum, tokens, alpha=pow(_HASH_BASE, n, _PRIME))

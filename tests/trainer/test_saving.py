@@ -31,7 +31,7 @@ def saver(tmp_path):
 
 @pytest.fixture
 def state(tiny):
-    names = ("model", "seed", "seq_len", "batch_tokens", "dataset_dir")
+    names = ("model", "seed", "seq_len", "batch_tokens", "data", "dataset_dir")
     settings = {name: getattr(tiny(), name) for name in names}
     return TrainState(step=1, run_id="x", dataset_fingerprint="", **settings)
 

@@ -24,8 +24,7 @@ from model.ops.kernels import choose_form
 # The operator, and the form that has all derivatives.
 _NAMES = "summed_loss", "token_losses(...).sum()"
 CHUNK = {"cpu": 2**27, "cuda": 2**30}  # bytes of logits at a time: a GPU needs enough work
-# Plain torch computes them in float32 in this many chunks, one after the other: small ones, for a
-# CPU's cache.
+# Plain torch converts such a chunk to float32 in this many steps: each fits into a CPU's cache.
 ROW_CHUNKS = {"cpu": 128, "cuda": 16}
 
 
@@ -110,21 +109,21 @@ def _by_torch(
     """Losses of some tokens, (n,); if wanted, the gradient of their logits (n, V) replaces these,
     as in the kernel.
 
-    Some rows at a time, so that what is computed of them in float32 takes little memory, and stays
-    in a CPU's cache.
+    Some rows at a time: see ROW_CHUNKS.
     """
     acc = accumulation_dtype(logits)
+    # logits.T has V rows, as the weight has.
     size = _tokens(logits.T, ROW_CHUNKS.get(logits.device.type, ROW_CHUNKS["cuda"]))
     losses = []
     for rows, row_targets in zip(logits.split(size), targets.split(size), strict=True):
         target = row_targets.clamp(min=0).unsqueeze(1)
-        counts = (row_targets >= 0).unsqueeze(1)
+        is_counted = (row_targets >= 0).unsqueeze(1)
         z = capped(rows.to(acc), cap)
         log_p = z.log_softmax(1)
-        losses.append(-(log_p.gather(1, target) * counts).squeeze(1))
+        losses.append(-(log_p.gather(1, target) * is_counted).squeeze(1))
         if with_grad:
             g = log_p.exp_().scatter_add_(1, target, -torch.ones_like(target, dtype=acc))
-            slope = counts if cap is None else counts * (1 - (z / cap).square())
+            slope = is_counted if cap is None else is_counted * (1 - (z / cap).square())
             torch.mul(g, slope, out=rows)
     return torch.cat(losses)
 

@@ -305,16 +305,17 @@ def _step_backward(
     g_q = _add_product(times(g_sums @ M[:-1].mT, gates.start), g_A, e_k).mul_(e_q)
     # Keys and values are read by the queries of their chunk, and by later chunks through M.
     g_read = from_start.mT @ g_sums  # (n, B, H, d_k, E): of M, through the chunk's queries
-    g_M, g_before = _carry_back(g_read, g, gates.decay, frames.factor)
+    g_M, g_before = _carry_back(g_read, g, gates.decay, frames.factor)  # of M + e_k^T e_v
     g_k = _add_product(g_A.mT @ e_q, times(e_v, gates.end), g_M.mT).mul_(e_k)
     g_v = _add_product(A.mT @ g_sums, to_end, g_M).mul_(e_v)[..., :-1]
     write(gradients.q[:, :, tokens], g_q)
     write(gradients.k[:, :, tokens], g_k)
     write(gradients.log_v[:, :, tokens], g_v)
     if log_f is not None and gradients.log_f is not None:
+        # Of M before each chunk but the first, and after the last: of M[1:], in their frames.
         g_between = times(g_M, gates.decay)[1:] + g_read[1:]
-        g_next = torch.cat([g_between, g.unsqueeze(0)])  # of M after each chunk
-        g_after = (g_next * M[1:]).sum(-1).unsqueeze(3)  # (n, B, H, 1, d_k)
+        g_M_after = torch.cat([g_between, g.unsqueeze(0)])
+        g_after = (g_M_after * M[1:]).sum(-1).unsqueeze(3)  # (n, B, H, 1, d_k)
         log_f = frames.split(log_f[:, :, tokens], 0.0)
         write(gradients.log_f[:, :, tokens], log_f_gradient(g_q, g_k, g_after, log_f))
     return g_before
@@ -322,7 +323,7 @@ def _step_backward(
 
 def grad_of_final_state(inputs: Inputs, M: Tensor, g_log_s: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of the last M (B, H, d_k, E), and its doubtful heads (B, H)."""
-    unused = g_log_s == 0
+    unused = g_log_s == 0  # these entries need not be certain
     lost = exact.Certificate(inputs).lost_heads(M.masked_fill(unused, 1))
     return torch.where(unused | (M == 0), 0, g_log_s / M), lost
 

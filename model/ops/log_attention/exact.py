@@ -1,8 +1,9 @@
 """Finds doubtful sums of `chunked.py`, and recomputes tiles in log space.
 
-A tile is a chunk of tokens in one head. Log space is exact for any range of numbers, but slow: it
-processes one token at a time. Every exponential is relative to the sum that contains it, so no
-exponent is above 0. Such tiles are rare, so this code is simple rather than fast.
+A tile is the queries and keys of one chunk in one head. Log space is exact for any range of
+numbers, but slow: it processes one token at a time. Every exponential is relative to the sum that
+contains it, so no exponent is above 0. Such tiles are rare, so this code is simple rather than
+fast.
 """
 
 from collections.abc import Iterator
@@ -196,7 +197,7 @@ def _states(tiles: _Tiles, log_s: Tensor) -> Tensor:
     _, k, log_v, log_f = tiles
     _, N, C, d_k = k.shape
     size = max(1, _LARGEST // (C * d_k * log_v.shape[-1]))  # heads at a time
-    # Sum of log_f from each token to its chunk's end, (G, N, C, 1).
+    # Sum of log_f from each token to its chunk's end, (G, N, C, 1). A key loses what follows it.
     log_decay = running_sum(log_f.flip(2), 2).flip(2)
     k = k + pad(log_decay[:, :, 1:], (0, 0, 0, 1))
     states = [log_s]
@@ -226,8 +227,8 @@ def _log_sums(tiles: _Tiles, log_s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gradients(tiles: _Tiles, log_s: Tensor, g_log_S: Tensor, g: Tensor) -> tuple[_Tiles, Tensor]:
-    """Backward of `_log_sums`, given the gradients of log_S (P, C, E) and of the last state (P,
-    d_k, E)."""
+    """Return gradients of the tiles and of log_s, given those of log_S (P, C, E) and of the last
+    state, g (P, d_k, E)."""
     q, k, log_v, log_f = tiles
     log_S, after = _log_sums(tiles, log_s)
     states = [log_s, *after]
@@ -235,12 +236,12 @@ def _gradients(tiles: _Tiles, log_s: Tensor, g_log_S: Tensor, g: Tensor) -> tupl
     for t in reversed(range(q.shape[1])):
         state = after[t]  # (P, d_k, E)
         weight = _share(q[:, t].unsqueeze(-1) + state, log_S[:, t].unsqueeze(-2))
-        read = g_log_S[:, t].unsqueeze(-2) * weight
-        g = g + read
-        written = g * _share(k[:, t].unsqueeze(-1) + log_v[:, t].unsqueeze(-2), state)
+        g_read = g_log_S[:, t].unsqueeze(-2) * weight
+        g = g + g_read
+        g_term = g * _share(k[:, t].unsqueeze(-1) + log_v[:, t].unsqueeze(-2), state)
         g = g * _share(states[t] + log_f[:, t].unsqueeze(-1), state)
         g_f = g.sum(-1).sum(-1, keepdim=True)
-        gradients.append(_Tiles(read.sum(-1), written.sum(-1), written.sum(-2), g_f))
+        gradients.append(_Tiles(g_read.sum(-1), g_term.sum(-1), g_term.sum(-2), g_f))
     gradients.reverse()
     return _Tiles._make(torch.stack(x, 1) for x in zip(*gradients, strict=True)), g
 

@@ -103,11 +103,11 @@ class Frames(NamedTuple):
 
 
 def frames_of(inputs: Inputs) -> Frames:
-    """Return the frames of all chunks, including the state's tokens as far as known."""
+    """Return the frames of all chunks, above their tokens and all earlier ones."""
     C = min(CHUNK, inputs.k.shape[2])
     log_s = inputs.log_s  # (B, H, d_k, E)
     log_z = log_s[..., -1]  # (B, H, d_k)
-    # Of log_v, over the state's tokens: (B, H, E - 1).
+    # Logarithm of the state's mean value, for the feature of keys where it is largest: (B, H, d_v).
     mean = (log_s[..., :-1] - finite(log_s[..., -1:])).amax(2)
     log_decay = None
     if inputs.log_f is not None:
@@ -149,9 +149,11 @@ def _frames_of_chunks(before: Tensor, x: Tensor, C: int, log_decay: Tensor | Non
     if log_decay is None:
         largest = largest.cummax(0).values
     else:
+        # Finite, so that no difference is that of two infinities.
         total = running_sum(log_decay.double().clamp(min=-1e9), 0)
-        total = pad(total, (0, 0) * 3 + (1, 0))
+        total = pad(total, (0, 0) * 3 + (1, 0))  # of the gates up to each chunk's end
         largest = total + (largest - total).cummax(0).values
+    # Queries at the beginning of a chunk see what the chunk's gates have not yet forgotten.
     return frame_above(torch.maximum(largest[:-1], top).to(before.dtype) / LN2)
 
 
@@ -241,7 +243,8 @@ def log_of_scaled(x: Tensor, frame: Tensor) -> Tensor:
     inside = (mantissa * torch.exp2(exponent.where(is_inside, 0))).log_()
     if is_inside.all():
         return inside
-    # A product that rounds would let a state drift that is passed through many calls.
+    # exponent ln 2 in two products, of which one is exact: a rounded product would let a state
+    # drift that many calls pass on.
     beyond = mantissa.log() + exponent * _LN2_LOW + exponent * _LN2_HIGH
     return inside.where(is_inside, beyond)
 

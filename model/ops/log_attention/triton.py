@@ -44,9 +44,9 @@ from model.ops.triton_launch import launching
 FEW = 24
 MANY = 40
 
-# In units of a chunk's time: a sweep with OWN, by instructions of both passes for compute
-# capability 9.0 (4,679 of 10,123 for the flagship, 2,112 of 4,146 for heads of 32), and estimates:
-# joining a segment, launching such a sweep.
+# In units of a chunk's time: a chunk of a sweep with OWN, by instructions of both passes for
+# compute capability 9.0 (4,679 of 10,123 for the flagship, 2,112 of 4,146 for heads of 32), and
+# estimates of joining a segment and of launching such a sweep.
 OWN_PART = 0.5
 JOIN = 0.25
 START = 4.0
@@ -71,7 +71,7 @@ def triton_log_attention(
     float64 for float64.
 
     Args:
-        segments: most stretches of a sequence that are computed in parallel; 0: `fastest_segments`
+        segments: most segments of a sequence, which are computed in parallel; 0: `fastest_segments`
             says how many.
     """
     acc = accumulation_dtype(q)
@@ -114,7 +114,7 @@ def _attend(
     log_z: Tensor | None,
     want_state: bool,
     save: bool,
-    segments: int = 0,
+    most_segments: int = 0,
 ) -> _Results:
     """Return log_y, the state after, and tensors for the backward pass."""
     inputs = _Tensors(q, k, log_v, log_f, log_s, log_z)
@@ -127,11 +127,11 @@ def _attend(
     counter = recomputed_tiles("forward", q.device)
     with launching(q):
         x = _arguments(inputs)
-        parts = _segments(inputs, P, segments)
-        sweep = functools.partial(forward_sweep[_grid(q, P, parts)], P=P, **_launch(P))
-        if parts is not None:
-            sweep(x._replace(state=None), outputs, None, doubtful, parts, OWN=True)
-        sweep(x, outputs, fast, doubtful, parts, OWN=False)
+        segments = _segments(inputs, P, most_segments)
+        sweep = functools.partial(forward_sweep[_grid(q, P, segments)], P=P, **_launch(P))
+        if segments is not None:
+            sweep(x._replace(state=None), outputs, None, doubtful, segments, OWN=True)
+        sweep(x, outputs, fast, doubtful, segments, OWN=False)
         exact_forward[_grid(q, P)](x, outputs, exact, doubtful, counter, P=P, num_warps=8)
     return results
 
@@ -179,12 +179,16 @@ def _empty_results(inputs: _Tensors, want_state: bool, save: bool) -> _Results:
 
 @operator("log_attention_triton_backward")
 def _attend_backward(
-    g: Sequence[Tensor], inputs: Sequence[Tensor | None], saved: Sequence[Tensor], segments: int
+    g: Sequence[Tensor],
+    inputs: Sequence[Tensor | None],
+    saved: Sequence[Tensor],
+    most_segments: int,
 ) -> list[Tensor]:
     """Return gradients of the inputs (empty for those that are None).
 
-    They are computed from those of log_y and, if there are more, of the state, and from what the
-    forward pass saved.
+    Args:
+        g: gradient of log_y, and of log_s and log_z if the state was returned.
+        saved: the results of `_attend` for the backward pass.
     """
     tensors = _Tensors._make(inputs)
     g_y, *g_state = g
@@ -196,11 +200,11 @@ def _attend_backward(
     x = _arguments(tensors)
     g_x = Inputs(*to[:4], None if to.log_s is None else Sums(to.log_s, to.log_z), x.H, x.T)
     with launching(g_y):
-        parts = _segments(tensors, P, segments)
-        sweep = functools.partial(backward_sweep[_grid(tensors.q, P, parts)], P=P, **_launch(P))
-        if parts is not None:
-            sweep(g_of, x, _saved(*state), doubtful, g_x, parts, OWN=True)
-        sweep(g_of, x, _saved(*state), doubtful, g_x, parts, OWN=False)
+        segments = _segments(tensors, P, most_segments)
+        sweep = functools.partial(backward_sweep[_grid(tensors.q, P, segments)], P=P, **_launch(P))
+        if segments is not None:
+            sweep(g_of, x, _saved(*state), doubtful, g_x, segments, OWN=True)
+        sweep(g_of, x, _saved(*state), doubtful, g_x, segments, OWN=False)
         exact_backward[_grid(tensors.q, P)](
             g_of, x, _exact(*state), doubtful, counter, g_x, P=P, num_warps=8
         )
@@ -336,7 +340,7 @@ def _constants(inputs: _Tensors) -> Constants:
         OPERAND=operand_type,
         ACC=tl.float64 if wide else tl.float32,
         PRECISION=precision,
-        # What a frame rounded to 0 is this much larger in the next.
+        # A number that became 0 in a frame may be 2^shrinks times as large in the next one.
         CERTAIN=CERTAIN[acc] * 2.0 ** (shrinks - FEW),
         SHRINKS=shrinks,
         SPAN=torch.float64.itemsize // operand.itemsize,

@@ -50,11 +50,11 @@ class Constants(NamedTuple):
     CERTAIN: float
     """The least sum that is certain."""
     SHRINKS: int
-    """By how many powers of two a frame can become smaller after a chunk."""
+    """By how many powers of two a frame can shrink after a chunk."""
     SPAN: int
     """Slots of M that a float64 state takes."""
     Z_SPAN: int
-    """The same of z."""
+    """Slots of z that a float64 state takes."""
 
 
 class Tokens(NamedTuple):
@@ -115,8 +115,8 @@ class Saved(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Stretches of every sequence that programs compute in parallel: the second dimension of the
-    grid counts them."""
+    """Runs of chunks of every sequence that programs compute in parallel: the second dimension of
+    the grid counts them."""
 
     own: Any
     """Saved: slot s has what segment s alone adds to the state or, in the backward pass, to the
@@ -133,7 +133,8 @@ class Program(NamedTuple):
     g: Any
     """A head, counted through (B, H)."""
     part: Any
-    """The same head in the block's part of a sum over blocks, counted through (BLOCKS, B, H)."""
+    """The block and the head, counted through (BLOCKS, B, H): a sum over all values has a slot for
+    each, where the program stores what its block adds."""
     block: Any
     """A block of value columns, counted."""
     d: Any
@@ -190,7 +191,7 @@ def packed_head(x, g, T, H, D: tl.constexpr):
 
 @triton.jit
 def heads_of(x, g):
-    """Head g of all arguments except the state, of which it is slot g."""
+    """Head g of all arguments. The state stays whole: its slot g is that of the head."""
     q = head_of(x.q, g, x.H)
     k = head_of(x.k, g, x.H)
     log_v = head_of(x.log_v, g, x.H)
@@ -200,7 +201,8 @@ def heads_of(x, g):
 
 @triton.jit
 def gradients_of(to, program, P: tl.constexpr):
-    """Head g of all gradients, and the program's part of those that are sums over all values."""
+    """Where the program writes gradients: those of head g, and its slot of those that are sums over
+    all values."""
     g = program.g
     part = program.part
     q = packed_head(to.q, part, to.T, to.H, P.D_K)

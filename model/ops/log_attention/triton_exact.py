@@ -6,8 +6,8 @@ kernels, a program computes a head g and a block of value columns e. All numbers
 
 The backward pass needs the state after every token. It starts from the state that the forward pass
 stored before a span of tokens (in the memory of M, where SPAN slots hold a float64 state), steps
-forward to a part of the span, and from there to each of its PART tokens. The square root of a span
-would take the fewest steps.
+forward to a part of the span, and from there to each of its PART tokens. Parts as long as the
+square root of a span would take the fewest steps.
 """
 
 import triton
@@ -170,9 +170,9 @@ def _logsumexp(x):
 
 
 @triton.jit
-def _share(part, whole):
-    """exp(part - whole) for a term of a log-sum, between 0 and 1; 0 for an empty sum."""
-    return tl.exp(part - finite(whole))
+def _share(term, log_sum):
+    """exp(term - log_sum) for a term of a log-sum, between 0 and 1; 0 for an empty sum."""
+    return tl.exp(term - finite(log_sum))
 
 
 @triton.jit

@@ -37,19 +37,19 @@ from model.ops.log_attention.triton_math import (
     after_gates,
     applied,
     between,
-    exp_measured,
     finite,
-    forgotten,
-    frame_of,
+    frame_above,
     gates_gradient,
     gates_of,
     is_doubtful,
+    key_factor,
     left_after_resets,
     log_of_scaled,
     once,
     power_of_two,
     product,
     reciprocal,
+    scaled_exp,
     times,
     weigh,
 )
@@ -92,8 +92,8 @@ def forward_sweep(x, outputs, saved, doubtful, segments, OWN: tl.constexpr, P: t
         k = _keys(x, n, program, P)
         log_v = _values(x, n, program, P)
         # The chunk's frames are above the keys and values so far, its own included.
-        key = tl.maximum(state.key, frame_of(tl.max(k, 0) * LOG2E, P.OPERAND))
-        value = tl.maximum(state.value, frame_of(tl.max(log_v, 0) * LOG2E, P.OPERAND))
+        key = tl.maximum(state.key, frame_above(tl.max(k, 0) * LOG2E, P.OPERAND))
+        value = tl.maximum(state.value, frame_above(tl.max(log_v, 0) * LOG2E, P.OPERAND))
         left_k = left_after_resets(gates, k)
         left_v = left_after_resets(gates, log_v)
         decay = power_of_two(state.key - finite(key))  # at most 1
@@ -138,7 +138,7 @@ def _write_outputs(log_y, x, n, before, scaled, e_k, e_v, gates, program, P: tl.
     unsure = 0
     if _some_doubtful(sums, z_sums, n, x, program, P):
         terms, z_terms = _visible_terms(x, n, before, gates, program, P)
-        unsure |= _lacks_something(sums, z_sums, terms, z_terms, n, x, program, P)
+        unsure |= _is_term_lost(sums, z_sums, terms, z_terms, n, x, program, P)
     return unsure
 
 
@@ -154,7 +154,7 @@ def _after_chunk(state, e_k, e_v, gates, left_k, left_v, P: tl.constexpr):
         key = tl.where(left_k, state.key, NOTHING)
         value = tl.where(left_v, state.value, NOTHING)
         key_after = after_gates(key, z, P)
-        decay = forgotten(gates, key, key_after, P)
+        decay = key_factor(gates, key, key_after, P)
         return State(M * decay[:, None], z * decay, key_after, value)
 
 
@@ -174,7 +174,8 @@ def _write_final_state(to, state, program, P: tl.constexpr):
 
 @triton.jit
 def backward_sweep(g_of, x, saved, doubtful, to, segments, OWN: tl.constexpr, P: tl.constexpr):
-    """Write gradients `to`, from the last chunk to the first: g_M is for the state after a chunk.
+    """Write gradients `to`, from the last chunk to the first, given those of outputs, `g_of`. The
+    loop carries g_M and g_z, the gradients of the state.
 
     OWN: write only the gradient of the state before the program's segment, through the segment's
     own results.
@@ -240,8 +241,8 @@ def backward_sweep(g_of, x, saved, doubtful, to, segments, OWN: tl.constexpr, P:
     elif x.state is not None:
         if first == 0:
             s, norm = load_state(x.state, program.g, program, NOTHING, P)
-            g_s = g_M * exp_measured(s, finite(key)[:, None] + finite(value)[None, :], P.ACC)
-            store_state(to.state, 0, g_s, g_z * exp_measured(norm, finite(key), P.ACC), program, P)
+            g_s = g_M * scaled_exp(s, finite(key)[:, None] + finite(value)[None, :], P.ACC)
+            store_state(to.state, 0, g_s, g_z * scaled_exp(norm, finite(key), P.ACC), program, P)
 
 
 @triton.jit
@@ -268,7 +269,7 @@ def _grad_in_frames_of(n, g_M, g_z, saved, gates, program, P: tl.constexpr):
     M, z, key_after, value_after = _saved(saved, n + 1, program, P)
     g_after = tl.sum(g_M * M.to(P.ACC), 1) + g_z * z
     _, _, key, value = _saved(saved, n, program, P)
-    decay = forgotten(gates, key, key_after, P)
+    decay = key_factor(gates, key, key_after, P)
     value_step = value - finite(value_after)
     if gates.total is not None:
         # After a reset a frame can shrink, but then there is nothing to scale.
@@ -281,8 +282,8 @@ def _grad_in_frames_of(n, g_M, g_z, saved, gates, program, P: tl.constexpr):
 def _write_grad_of_keys_and_values(
     to, n, T, e_q, e_k, e_v, to_end, A, g_A, g_sums, g_M, g_z, gates, program, P: tl.constexpr
 ):
-    """Write the gradients of a chunk's keys and values, which its queries read and, through M,
-    later ones. Return minus the sums of those of keys (C,)."""
+    """Write the gradients of a chunk's keys and values, which its queries read, and later ones
+    through M. Return the sums of -g_k over features (C,), for the gates."""
     # g_v = (to_end g_M + A^T g_sums) e_v.
     g_v = product(to_end, g_M, P)
     g_v += product(tl.trans(A), g_sums, P)
@@ -309,7 +310,7 @@ def _after_segments(state, x, segments, program, P: tl.constexpr):
             key = tl.maximum(key, key_s)
             value = tl.maximum(value, value_s)
         else:
-            key = tl.maximum(frame_of(key + log_f * LOG2E, P.OPERAND), key_s)
+            key = tl.maximum(frame_above(key + log_f * LOG2E, P.OPERAND), key_s)
             # A column without values in the segment keeps its frame, unless there is a reset.
             value_left = tl.where(log_f > NOTHING, value, NOTHING)
             value = tl.where(value_s > NOTHING, tl.maximum(value, value_s), value_left)
@@ -374,7 +375,7 @@ def _values(x, n, program, P: tl.constexpr):
 @triton.jit
 def _exp_in_frame(x, frame, P: tl.constexpr):
     """e_k or e_v: exp(x) 2^-frame of x (C, .), with a frame for each column."""
-    return once(exp_measured(x, finite(frame)[None, :], P.OPERAND).to(P.OPERAND), P)
+    return once(scaled_exp(x, finite(frame)[None, :], P.OPERAND).to(P.OPERAND), P)
 
 
 @triton.jit
@@ -382,10 +383,10 @@ def _exp_of_queries(x, n, key, program, P: tl.constexpr):
     """Return e_q of chunk n (C, BK): scaled by a power of two for each row, including the frame of
     the keys."""
     q = load_chunk(x.q, n, x.T, program.d, 0.0, P.D_K, P)
-    row = frame_of(tl.max(q * LOG2E + key[None, :], 1), P.OPERAND)
+    row = frame_above(tl.max(q * LOG2E + key[None, :], 1), P.OPERAND)
     # With a lost key, e_q is 0 as well.
     row = tl.where(tl.maximum(row, tl.max(key, 0)) == LOST, 2 * LOST, row)
-    return once(exp_measured(q, finite(row)[:, None] - key[None, :], P.OPERAND).to(P.OPERAND), P)
+    return once(scaled_exp(q, finite(row)[:, None] - key[None, :], P.OPERAND).to(P.OPERAND), P)
 
 
 @triton.jit
@@ -408,10 +409,10 @@ def _first_state(x, program, P: tl.constexpr):
         value = tl.full(program.e.shape, NOTHING, P.ACC)
     else:
         s, z = load_state(x.state, program.g, program, NOTHING, P)
-        key = frame_of(z * LOG2E, P.OPERAND)
-        value = frame_of(tl.max(s - finite(z)[:, None], 0) * LOG2E, P.OPERAND)
-        M = exp_measured(s, finite(key)[:, None] + finite(value)[None, :], P.ACC)
-        z = exp_measured(z, finite(key), P.ACC)
+        key = frame_above(z * LOG2E, P.OPERAND)
+        value = frame_above(tl.max(s - finite(z)[:, None], 0) * LOG2E, P.OPERAND)
+        M = scaled_exp(s, finite(key)[:, None] + finite(value)[None, :], P.ACC)
+        z = scaled_exp(z, finite(key), P.ACC)
     return State(M, z, key, value)
 
 
@@ -474,18 +475,18 @@ def _visible_terms(x, n, before, gates, program, P: tl.constexpr):
     t = tl.arange(0, P.C)
     has_key = tl.max((k != NOTHING).to(tl.int32), 1) > 0  # (C,); NaN is a term
     has_value = has_key[:, None] & (log_v != NOTHING)
-    # 0 if tokens before the chunk are terms, else C.
+    # The first query that sees a term of an earlier chunk, if there is no reset: 0, or C for none.
     before_k = tl.where(tl.max(before.key, 0) > NOTHING, 0, P.C)
     before_v = tl.where(before.value > NOTHING, before_k, P.C)  # (BV,)
-    if gates.each is None:  # all queries from the first term on
+    if gates.log_f is None:  # all queries from the first term on
         first_k = tl.minimum(tl.min(tl.where(has_key, t, P.C), 0), before_k)
         first_v = tl.minimum(tl.min(tl.where(has_value, t[:, None], P.C), 0), before_v)
         return t[:, None] >= first_v[None, :], t >= first_k
     else:
-        segment = gates.segment
-        sees_before = segment == 0
+        n_resets = gates.n_resets
+        sees_before = n_resets == 0
         # (C, C): no reset is between query and key.
-        visible = (segment[:, None] == segment[None, :]) & (t[:, None] >= t[None, :])
+        visible = (n_resets[:, None] == n_resets[None, :]) & (t[:, None] >= t[None, :])
         # Without `once`, Triton 3.7 does not compile it for 64 keys and 32 values on compute
         # capability 8.0. Triton's interpreter takes the bits of a truth value for those of a
         # bfloat16, unless they pass through another type.
@@ -499,8 +500,8 @@ def _visible_terms(x, n, before, gates, program, P: tl.constexpr):
 
 
 @triton.jit
-def _lacks_something(sums, z_sums, terms, z_terms, n, x, program, P: tl.constexpr):
-    """Whether a sum with terms is doubtful. An empty sum is 0, and certain."""
+def _is_term_lost(sums, z_sums, terms, z_terms, n, x, program, P: tl.constexpr):
+    """Whether a sum that has terms is doubtful. An empty sum is 0, and certain."""
     here = (n * P.C + tl.arange(0, P.C) < x.T)[:, None] & (program.e < P.D_V)[None, :]
     small = is_doubtful(sums, P.CERTAIN) & terms
     small |= (is_doubtful(z_sums, P.CERTAIN) & z_terms)[:, None]

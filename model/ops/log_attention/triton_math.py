@@ -32,9 +32,9 @@ def finite(x):
 
 
 @triton.jit
-def frame_of(log2, OPERAND: tl.constexpr):
+def frame_above(log2, OPERAND: tl.constexpr):
     """Return the smallest whole number not below log2, up to rounding, in the range of
-    `exp_measured`.
+    `scaled_exp`.
 
     Numbers below the range get its lower limit, and numbers above it LOST.
     """
@@ -70,7 +70,7 @@ def power_of_two(n):
 
 
 @triton.jit
-def exp_measured(x, frame, OPERAND: tl.constexpr):
+def scaled_exp(x, frame, OPERAND: tl.constexpr):
     """exp(x) 2^-frame for a frame that is at most about 1 below x log2(e). The mantissa does not
     depend on the frame.
 
@@ -98,7 +98,7 @@ def exp_measured(x, frame, OPERAND: tl.constexpr):
 
 @triton.jit
 def log_of_scaled(x, frame):
-    """log(x 2^frame) of x >= 0: a function of that number alone, whatever frame it is given in."""
+    """log(x 2^frame) of x >= 0. The result depends only on x 2^frame, not on the frame."""
     if x.dtype == tl.float64:
         bits = x.to(tl.int64, bitcast=True)
         exponent = ((bits >> 52) - 1023).to(tl.float64)
@@ -181,22 +181,22 @@ def applied(a, x, P: tl.constexpr):
 class ChunkGates(NamedTuple):
     """Gates of a chunk and their sums; None without gates."""
 
-    each: Any
+    log_f: Any
     """(C,)."""
     high: Any
     """(C,): sums up to each token of the larger digits of gates; exact."""
     low: Any
     """(C,): the same of the smaller digits."""
-    segment: Any
+    n_resets: Any
     """(C,): resets up to each token."""
     start: Any
-    """(C,): sums up to each token."""
+    """(C,): sums of gates up to each token."""
     end: Any
-    """(C,): after each token."""
+    """(C,): sums after each token."""
     total: Any
-    """Of all of them."""
-    resets: Any
-    """How many there are."""
+    """The sum of all gates."""
+    all_resets: Any
+    """The number of resets."""
 
 
 @triton.jit
@@ -220,10 +220,10 @@ def gates_of(log_f, n, T, P: tl.constexpr):
         high_total = tl.sum(high, 0)
         low_total = tl.sum(low, 0)
         end = (high_total - highs) + (low_total - lows)
-        segment = tl.cumsum(is_reset, 0)
-        resets = tl.sum(is_reset, 0)
+        n_resets = tl.cumsum(is_reset, 0)
+        all_resets = tl.sum(is_reset, 0)
         return ChunkGates(
-            f, highs, lows, segment, highs + lows, end, high_total + low_total, resets
+            f, highs, lows, n_resets, highs + lows, end, high_total + low_total, all_resets
         )
 
 
@@ -231,7 +231,7 @@ def gates_of(log_f, n, T, P: tl.constexpr):
 def between(gates, A):
     """Factors of a head's gates after key j up to query t (C, C), in the layout of A (C, C); None
     without gates."""
-    if gates.each is None:
+    if gates.log_f is None:
         return None
     else:
         high = beside(tl.broadcast_to(gates.high[:, None], A.shape), A)
@@ -242,8 +242,8 @@ def between(gates, A):
 
 @triton.jit
 def beside(x, y):
-    """x itself, which the compiler holds where it holds y, rather than to move it there through
-    shared memory."""
+    """x itself, in the registers that hold y: the compiler need not move it there through shared
+    memory."""
     if INTERPRETED or x.dtype != tl.float32:
         return x
     else:
@@ -275,13 +275,13 @@ def times(x, log_factor):
 
 @triton.jit
 def left_after_resets(gates, x):
-    """Which features of keys, or columns of values, x (C, .), the state after a chunk can have.
-    None without gates: all."""
-    if gates.each is None:
+    """Which columns of x (C, .), keys or values, the state after a chunk can have terms of. None
+    without gates: all."""
+    if gates.log_f is None:
         return None
     else:
-        after_reset = tl.max(tl.where((gates.segment == gates.resets)[:, None], x, NOTHING), 0)
-        return (after_reset > NOTHING) | (gates.resets == 0)
+        after_reset = tl.max(tl.where((gates.n_resets == gates.all_resets)[:, None], x, NOTHING), 0)
+        return (after_reset > NOTHING) | (gates.all_resets == 0)
 
 
 @triton.jit
@@ -294,18 +294,18 @@ def after_gates(key, z, P: tl.constexpr):
     """
     least: tl.constexpr = 2.0**-P.SHRINKS
     left = tl.where((z >= least) & (z < 1.0), exponent_of(z), 0.0)
-    return frame_of(key + left, P.OPERAND)
+    return frame_above(key + left, P.OPERAND)
 
 
 @triton.jit
-def forgotten(gates, key, key_after, P: tl.constexpr):
-    """The factors (BK,) of a chunk's end, from M in its frame to M in the next one, which has
+def key_factor(gates, key, key_after, P: tl.constexpr):
+    """The factors (BK,) from M after a chunk, in its frame of keys, to M in the next frame
     `key_after`."""
     if gates.total is None:
         return power_of_two(key - finite(key_after))  # at most 1
     else:
-        # A frame that starts again after a reset can be any number smaller, but then M is 0. One
-        # that segments are joined in does not count how many keys have been added: of up to 2^20.
+        # After a reset the next frame can be smaller by any number, but then M is 0. The frame of
+        # joined segments does not grow with the number of keys, up to 2^20, so it can be 21 lower.
         return power_of_two(tl.minimum(key - finite(key_after), P.SHRINKS + 21.0))
 
 
@@ -318,4 +318,4 @@ def gates_gradient(g, g_after, gates):
     """
     # One dimension more, as in _largest, for compute capability 10.
     through = tl.cumsum(g, 0, reverse=True) + tl.sum(tl.sum(g_after[None, :], 1), 0)
-    return tl.where(gates.each == NOTHING, 0.0, through)
+    return tl.where(gates.log_f == NOTHING, 0.0, through)

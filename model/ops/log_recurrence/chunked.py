@@ -57,8 +57,8 @@ def backward(
     previous = torch.cat([start.unsqueeze(1), s[:, :-1]], dim=1)
     a = (wide_p + previous - s).exp_()  # (B, T, D): share of s_{t-1} in s_t
     first = s[:, :: min(CHUNK, s.shape[1])].double()  # (B, N, D)
+    # Share of a chunk's first s in the next chunk's first, by the log_p of the tokens after it.
     log_decay = _chunk(wide_p.roll(-1, 1), 0.0).double().sum(2)
-    # Share of a chunk's first s in the next chunk's first.
     across = (log_decay[:, :-1] + first[:, :-1] - first[:, 1:]).exp_()
     g = _reverse_linear_recurrence(pad(a[:, 1:], (0, 0, 0, 1)), g_s, across)
     g_p = g * a

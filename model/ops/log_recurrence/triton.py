@@ -82,15 +82,13 @@ def _logaddexp(x, y):
 
 @triton.jit
 def _join_logs(A, s, log_p, h):
-    """What two adjacent stretches keep, in logarithms, and the value after both from an empty
-    sum."""
+    """Logarithms of what two adjacent runs of tokens keep, and of their sum from an empty one."""
     return A + log_p, _logaddexp(s + log_p, h)
 
 
 @triton.jit
 def _join(a, r, share, g):
-    """The same for a linear recurrence: the product of the shares, and the value after both
-    stretches."""
+    """The same for a linear recurrence: the product of the shares, and the sum of both runs."""
     return a * share, r * share + g
 
 
@@ -158,8 +156,8 @@ def recurrence_backward(
     log_p = log_p + b * p_batch + d[None, :]
     h = h + b * h_batch + d[None, :]
     dense = b * T * D + d[None, :]
-    # The gradient that reaches the token after these, and its s: infinity, so that nothing after
-    # the last token counts.
+    # The gradient of s at the token after these, and its s: infinity, so that nothing after the
+    # last token counts.
     later = tl.zeros([BD], tl.float64)
     s_later = tl.full([BD], float("inf"), tl.float64)
     for behind in range(0, T, C):

@@ -210,10 +210,11 @@ def _forgetting(
     function takes a as a constant. The gradient of a comes from the new features, which are 0 in k.
 
     The text is cut into n intervals. Feature m is 1 in queries of interval m, and in key j it is
-    (a_m - a_j) minus the same number as a constant. a_m may be any token's, because a constant in
-    all scores of a query changes nothing. With a single feature, the gradient of a gate would add
-    up the 16-bit roundings of all earlier keys; now it adds up those of one interval. FlexAttention
-    pads features to a power of two, so n features take no more time than one.
+    (a_m - a_j) minus the same number as a constant. a_m is that of the interval's first token: any
+    would do, because a constant in all scores of a query changes nothing. With a single feature,
+    the gradient of a gate would add up the 16-bit roundings of all earlier keys; now it adds up
+    those of one interval. FlexAttention pads features to a power of two, so n features take no more
+    time than one.
     """
     T, D = q.shape[2:]
     n = 2 ** D.bit_length() - D
@@ -267,12 +268,13 @@ def _document_block_mask(pattern: Pattern, starts: Tensor) -> Any:
         return pattern_sees(pattern, i, j) & (number[b, i] == number[b, j])
 
     some, every = _visible_tiles(pattern, T, device)  # (n, n)
-    # With gaps between keys, `some & meets` may be more than the tiles with a visible pair, which
-    # costs only time.
+    # A tile has pairs of one document if the keys' last document is not before the queries' first:
+    # no key comes after its query. With gaps between keys, none of these pairs may be visible,
+    # which costs only time.
     t = torch.arange(0, T, _TILE, device=device)  # (n,)
     first = number[:, t]  # (B, n)
     last = number[:, (t + _TILE - 1).clamp(max=T - 1)]  # (B, n)
-    meets = last.unsqueeze(1) >= first.unsqueeze(2)  # (B, n, n), as no key comes after its query
+    meets = last.unsqueeze(1) >= first.unsqueeze(2)  # (B, n, n)
     is_within = first.unsqueeze(1) == last.unsqueeze(2)  # from the first key to the last query
     return _mask_of(some & meets, every & is_within, sees, T)
 
