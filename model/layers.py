@@ -25,6 +25,8 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Draw initial values."""
+        if self.weight.is_meta:  # has no values, and its operators take seconds to import
+            return
         if self.std is None:
             return super().reset_parameters()
         nn.init.normal_(self.weight, std=self.std)
@@ -66,6 +68,8 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """Draw initial values."""
+        if self.weight.is_meta:
+            return
         bound = self.embedding_dim**-0.5
         if self.std is None:
             nn.init.uniform_(self.weight, -bound, bound)

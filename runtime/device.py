@@ -123,8 +123,11 @@ def open_runtime(config: DeviceConfig) -> Runtime:
     if deterministic == "auto":
         deterministic = device.type == "cpu"
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
-    torch.use_deterministic_algorithms(deterministic)
+        # Of cuBLAS, and of code that torch.compile makes.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
+    # torch.use_deterministic_algorithms would import the compiler, which takes seconds.
+    torch.set_deterministic_debug_mode("error" if deterministic else "default")
     # For debugging, and slow.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.set_float32_matmul_precision("high")

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from common.numbers import ceil_div
 from model.attention import AttentionConfig
-from model.attention.softmax import SoftmaxConfig
 from model.gpt import GPT, GPTConfig
 from model.layers import Recompute
 from model.ops import linear_cross_entropy
@@ -171,7 +170,7 @@ def kept_per_token(
         n_tokens = min(seq_len, _MEASURED_TOKENS)
         return _measured(small.model_dump_json(), n_tokens, dtype, recompute)
 
-    layers = [_without_kernel(layer) for layer in config.layers]
+    layers = config.layers
     first = measured(layers[0])
     input_bytes = config.n_embd * Runtime(torch.device("cpu"), dtype).param_dtype.itemsize
     outside = measured(layers[0], recompute="block") - input_bytes
@@ -179,16 +178,6 @@ def kept_per_token(
     for layer in layers[1:]:
         in_blocks.append(measured(layers[0], layer) - first)
     return outside, in_blocks
-
-
-def _without_kernel(layer: AttentionConfig) -> AttentionConfig:
-    """The layer with a kernel that this machine has.
-
-    All kernels except torch's math kernel keep the same tensors.
-    """
-    if isinstance(layer, SoftmaxConfig) and layer.kernel != "math":
-        return layer.model_copy(update={"kernel": "auto"})
-    return layer
 
 
 @cache

@@ -115,6 +115,8 @@ class Decay(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Spread the heads' horizons."""
+        if self.bias.is_meta:
+            return
         first, last = _HORIZONS
         horizons = torch.linspace(math.log(first), math.log(last), len(self.bias)).exp()
         self.bias.copy_(torch.logit((-1 / horizons).exp()))

@@ -1,16 +1,13 @@
 """Softmax attention: the baseline that every claim about another mechanism is measured against."""
 
 import functools
-import warnings
 from typing import Any, Literal
 
 import torch
-from pydantic import model_validator
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from common.console import say_once
-from common.settings import UserError
 from model.attention.base import (
     Forgetting,
     ForgettingSettings,
@@ -19,14 +16,7 @@ from model.attention.base import (
 )
 from model.attention.cache import attend_to_all
 from model.ops.custom import accumulation_dtype, aligned, assume_constant_result, running_sum
-from model.ops.sparse_attention.attend import dense_attention, forgetting_attention, repeated
-
-_KERNELS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "math": SDPBackend.MATH,
-}
+from model.ops.sparse_attention.attend import forgetting_attention, repeated
 
 
 class SoftmaxConfig(SharedHeadSettings, ForgettingSettings, defaults="model/attention/softmax"):
@@ -37,24 +27,6 @@ class SoftmaxConfig(SharedHeadSettings, ForgettingSettings, defaults="model/atte
     """
 
     name: Literal["softmax"]
-    kernel: Literal["auto", "flash", "efficient", "cudnn", "math"]
-    """torch's kernel for whole texts, as in training; auto: the fastest that can run. Decoding
-    always uses auto."""
-
-    @model_validator(mode="after")
-    def _kernel_fits(self) -> "SoftmaxConfig":
-        if self.kernel != "auto" and self.forgets:
-            raise ValueError(
-                f"kernel={self.kernel} cannot be used with decay={self.decay}: use auto"
-            )
-        return self
-
-    def check_documents(self) -> None:
-        if self.kernel != "auto":
-            raise ValueError(
-                f"kernel={self.kernel} cannot be used with data.document_reset=true, a mask: "
-                "use auto"
-            )
 
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "SoftmaxAttention":
         return SoftmaxAttention(self, n_embd, n_head, head_dim)
@@ -65,7 +37,6 @@ class SoftmaxAttention(MultiHeadAttention):
 
     def __init__(self, settings: SoftmaxConfig, n_embd: int, n_head: int, head_dim: int) -> None:
         super().__init__(n_embd, n_head, head_dim, settings.n_kv_head)
-        self.kernel = settings.kernel
 
     def attend(
         self,
@@ -79,14 +50,9 @@ class SoftmaxAttention(MultiHeadAttention):
         log_f, starts = forgetting
         if log_f is not None:
             return self._attend_and_forget(q, k, v, state, return_state, log_f, starts)
-        if state is not None or starts is not None:
-            return attend_to_all(state, q, k, v, return_state, starts)
-        device = q.device.type
-        _say_kernel(self.kernel, device, q.dtype, self.n_head, self.n_kv_head, self.head_dim)
-        if self.kernel == "auto":
-            return attend_to_all(None, q, k, v, return_state, None)
-        with sdpa_kernel(_KERNELS[self.kernel]):
-            return attend_to_all(None, q, k, v, return_state, None)
+        if state is None and starts is None:
+            _say_kernel(q.device.type, q.dtype, self.n_head, self.n_kv_head, self.head_dim)
+        return attend_to_all(state, q, k, v, return_state, starts)
 
     def _attend_and_forget(
         self,
@@ -137,38 +103,17 @@ class SoftmaxAttention(MultiHeadAttention):
 
 
 @assume_constant_result
-def _say_kernel(
-    setting: str, device: str, dtype: torch.dtype, n_head: int, n_kv_head: int, head_dim: int
-) -> str:
-    kernel = _kernel_in_use(setting, device, dtype, n_head, n_kv_head, head_dim)
-    say_once(f"softmax attention by torch's {kernel} kernel")
-    return kernel
+def _say_kernel(*facts: Any) -> None:
+    say_once(f"softmax attention by torch's {_kernel_in_use(*facts)} kernel")
 
 
 @functools.cache
 def _kernel_in_use(
-    setting: str, device: str, dtype: torch.dtype, n_head: int, n_kv_head: int, head_dim: int
+    device: str, dtype: torch.dtype, n_head: int, n_kv_head: int, head_dim: int
 ) -> str:
-    """Return which of torch's kernels such a model uses for whole texts: "flash", "efficient",
-    "cudnn" or "math".
-
-    Raises:
-        UserError: the requested kernel cannot run.
-    """
+    """Return which of torch's kernels such a model uses for whole texts, such as "flash"."""
     q = torch.zeros(1, n_head, 8, head_dim, device=device, dtype=dtype)
     kv = torch.zeros(1, n_kv_head, 8, head_dim, device=device, dtype=dtype)
-    if setting == "auto":  # torch has no public function for this
-        choice = torch._fused_sdp_choice(q, kv, kv, None, 0.0, True, enable_gqa=n_kv_head < n_head)
-        names = {backend.value: name for name, backend in _KERNELS.items()}
-        return names.get(choice, "own")
-    try:
-        # torch warns why it cannot.
-        with warnings.catch_warnings(action="ignore"), sdpa_kernel(_KERNELS[setting]):
-            dense_attention(q, kv, kv, is_causal=True)
-    except RuntimeError:
-        heads = f"{n_head} query heads and {n_kv_head} key heads of {head_dim} features"
-        raise UserError(
-            f"attention.kernel={setting} cannot run on {device} in {str(dtype)[6:]}, with {heads}: "
-            "use another or auto"
-        ) from None
-    return setting
+    # torch has no public function for this.
+    choice = torch._fused_sdp_choice(q, kv, kv, None, 0.0, True, enable_gqa=n_kv_head < n_head)
+    return SDPBackend(choice).name.removesuffix("_ATTENTION").lower()

@@ -16,6 +16,8 @@ def init_conv(weight: Tensor, n_features: int) -> None:
     which costs 0.03 nats (docs/research.md). They are one vector because vectors have no weight
     decay.
     """
+    if weight.is_meta:
+        return
     rows = weight.view(-1, n_features)
     rows.uniform_(-(len(rows) ** -0.5), len(rows) ** -0.5)
     rows[-1] += 1

@@ -9,6 +9,7 @@ torch.cumsum has other bits every time.
 """
 
 import itertools
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -28,18 +29,32 @@ CHUNK = 64
 head sizes from 32 to 128."""
 
 
-def operator(name: str) -> Any:
-    """Do what torch.library.custom_op does, in a namespace where the name is free.
+def operator(name: str) -> Callable[[F], Any]:
+    """Return what makes a function an operator of torch, which torch.compile does not look into.
 
-    A second operator of the same name would free the first one's memory. A process may have this
-    code twice: an exported model, and a copy of it that transformers saved.
+    torch.library.custom_op does this too, but imports torch._dynamo at the first call. The name
+    gets a namespace where it is free, because a second operator of the same name would free the
+    first one's memory. A process may have this code twice: an exported model, and a copy of it that
+    transformers saved.
     """
     space = "log_gpt"
     for number in itertools.count(2):
         if not hasattr(getattr(torch.ops, space), name):
             break
         space = f"log_gpt_{number}"
-    return torch.library.custom_op(f"{space}::{name}", mutates_args=())
+
+    def define(function: F) -> Any:
+        not_compiled = disable(function)
+
+        def kernel(*args: Any) -> Any:
+            return (not_compiled if "torch._dynamo" in sys.modules else function)(*args)
+
+        schema = torch.library.infer_schema(function, mutates_args=())
+        torch.library.define(f"{space}::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
+        torch.library.impl(f"{space}::{name}", "default", kernel)
+        return getattr(getattr(torch.ops, space), name).default
+
+    return define
 
 
 def assume_constant_result(function: F) -> F:

@@ -13,8 +13,9 @@ import typing
 import pytest
 import torch
 from gradients import naive
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
+from common.console import say_once
 from common.settings import UserError, decode, variant_names
 from inference.engine import generate
 from inference.sampling import SamplingConfig
@@ -30,7 +31,6 @@ OWN = {  # settings with which short texts meet what sets a mechanism apart; all
     "log_space": [{}, {"d_key": 4, "d_val": 5}, {"product": True}],
     "log_space_signed": [{}, {"d_key": 4, "d_val": 5}, {"product": True}],
     "projection": [{"values": v, "learned": learned} for v in ("keys", "own") for learned in (False, True)],
-    "softmax": [{}, {"kernel": "flash"}, {"kernel": "math"}],
     "sliding_window": [{"window": 1}, {"window": 5}, {"window": [3, 5, 7, 70], "dilation": [None, 1, 3, None]}],
     "longformer": [{"window": 5, "n_global": 3}, {"window": 2, "n_global": 50}],
     "strided": [{"stride": 6, "merge": merge} for merge in (False, True)],
@@ -86,14 +86,10 @@ def covering(factors, keep=lambda own: True):
         wanted = dict(next(iter(missing)))
         fitting = [space for space in spaces if all(value in space.get(key, ()) for key, value in wanted.items())]
         drawn = [{k: rng.choice(v) for k, v in rng.choice(fitting).items()} | wanted for _ in range(30)]
-        rows.append(max(filter(is_allowed, drawn), key=lambda row: sum(pair in missing for pair in pairs_of(row))))
+        rows.append(max(drawn, key=lambda row: sum(pair in missing for pair in pairs_of(row))))
         for pair in pairs_of(rows[-1]):
             missing.pop(pair, None)
     return rows
-
-
-def is_allowed(row):
-    return settings_of(row["own"]).get("kernel", "auto") == "auto" or row["decay"] == "none"
 
 
 def settings_of(own):
@@ -115,12 +111,7 @@ def text_of(value):
     return getattr(value, "__name__", str(value).replace(" ", ""))
 
 
-def runs_in_float64(case):
-    """GPUs have no flash attention in float64."""
-    return not (torch.cuda.is_available() and case.get("kernel") == "flash")
-
-
-def on_pairs(keep=runs_in_float64, **factors):
+def on_pairs(keep=lambda own: True, **factors):
     """Parametrizes a test with `case` and these factors."""
     rows = [(case_of(row), *(row[factor] for factor in factors)) for row in covering(factors, keep)]
     ids = ["-".join([id_of(case), *map(text_of, values)]) for case, *values in rows]
@@ -385,7 +376,7 @@ def packed(lengths, seed=0):
 
 
 def keeps_documents_apart(case):
-    return case["name"] != "longformer" and case.get("kernel", "auto") == "auto"
+    return case["name"] != "longformer"
 
 
 on_documents = on_pairs(keeps_documents_apart, position=POSITIONS)
@@ -496,13 +487,7 @@ def test_settings_that_do_not_fit_are_refused_in_one_line(change, message):
         gpt_config(**change)
 
 
-def test_a_kernel_that_cannot_run_is_refused_in_one_line():
-    module = build({"name": "softmax", "kernel": "cudnn"})
-    with pytest.raises(
-        UserError, match=r"attention.kernel=cudnn cannot run on cpu in float64, .*: use another or auto"
-    ):
-        module(text(3))
-    with pytest.raises(ValidationError, match="kernel"):
-        build({"name": "softmax", "kernel": "quick"})
-    with pytest.raises(ValidationError, match="kernel=math cannot be used with decay=head: use auto"):
-        build({"name": "softmax", "kernel": "math", "decay": "head"})
+def test_the_kernel_of_softmax_attention_is_said(capsys):
+    say_once.cache_clear()
+    build({"name": "softmax"})(text(3))
+    assert "softmax attention by torch's flash kernel" in capsys.readouterr().out

@@ -309,7 +309,7 @@ def test_files_of_old_versions_give_the_same_weights(gpt2, tmp_path):
     ("changes", "is_one"),
     [
         ({}, True),
-        ({"attention": {"name": "softmax", "n_kv_head": 4, "kernel": "math"}}, True),
+        ({"attention": {"name": "softmax", "n_kv_head": 4}}, True),
         ({"attention": {"name": "softmax", "n_kv_head": 2}}, False),
         ({"attention_pattern": ["softmax", "log_space"]}, False),
         ({"head_dim": 5}, False),

@@ -142,4 +142,4 @@ def test_an_operator_of_a_second_copy_of_this_code_leaves_that_of_the_first():
         return x.sign()
 
     copies = [custom.operator("sign")(sign) for _ in range(2)]
-    assert len({copy._qualname for copy in copies}) == 2
+    assert len({copy.name() for copy in copies}) == 2

@@ -111,7 +111,6 @@ def test_a_run_keeps_documents_apart_or_not(command, tiny_args, tmp_path):
             {"model.attention_pattern": ["longformer"]},
             "attention_pattern.0: longformer's global tokens are .*: use another attention",
         ),
-        ({"model.attention": {"name": "softmax", "kernel": "math"}}, "kernel=math cannot .* a mask: use auto"),
     ],
 )
 def test_attention_that_cannot_keep_documents_apart_is_refused(tiny, changes, message):

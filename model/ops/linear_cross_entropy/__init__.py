@@ -155,7 +155,7 @@ def _empty_results(x: Tensor, weight: Tensor, with_grad: bool) -> tuple[Tensor, 
     return loss, torch.empty_like(x), torch.empty_like(weight, dtype=acc)
 
 
-@_summed_loss.register_fake
+@torch.library.register_fake(_summed_loss)
 def _(
     x: Tensor, weight: Tensor, targets: Tensor, with_grad: bool, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,4 +186,4 @@ def _backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     return g_x, g_weight.to(ctx.dtype), None, None, None, None
 
 
-_summed_loss.register_autograd(_backward, setup_context=_save_for_backward)
+torch.library.register_autograd(_summed_loss, _backward, setup_context=_save_for_backward)

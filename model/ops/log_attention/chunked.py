@@ -135,7 +135,7 @@ def _empty_results(inputs: Inputs) -> _Results:
     )
 
 
-@_attend.register_fake
+@torch.library.register_fake(_attend)
 def _(
     q: Tensor,
     k: Tensor,
@@ -237,7 +237,7 @@ def _attend_backward(
     return _or_empty(gradients)
 
 
-@_attend_backward.register_fake
+@torch.library.register_fake(_attend_backward)
 def _(g: Any, inputs: Sequence[Tensor | None], *_: Any) -> list[Tensor]:
     return _or_empty(Inputs._make(inputs).map(torch.empty_like))
 
@@ -262,7 +262,7 @@ def _backward_of_op(
     return *(None if x is None else g for x, g in zip(inputs, gradients, strict=True)), None
 
 
-_attend.register_autograd(_backward_of_op, setup_context=_save_for_backward)
+torch.library.register_autograd(_attend, _backward_of_op, setup_context=_save_for_backward)
 
 
 def _backward(

@@ -136,7 +136,7 @@ def _attend(
     return results
 
 
-@_attend.register_fake
+@torch.library.register_fake(_attend)
 def _(
     q: Tensor, k: Tensor, log_v: Tensor, log_f: Any, log_s: Any, log_z: Any, *flags: Any
 ) -> tuple[Tensor, ...]:
@@ -211,7 +211,7 @@ def _attend_backward(
     return _summed(to, tensors)
 
 
-@_attend_backward.register_fake
+@torch.library.register_fake(_attend_backward)
 def _(g: Sequence[Tensor], inputs: Sequence[Tensor | None], *_: Any) -> list[Tensor]:
     tensors = _Tensors._make(inputs)
     return _summed(_empty_gradients(tensors), tensors)
@@ -278,7 +278,7 @@ def _backward(ctx: Any, *g: Tensor | None) -> tuple[Tensor | None, ...]:
     return *wanted, None, None, None
 
 
-_attend.register_autograd(_backward, setup_context=_save_for_backward)
+torch.library.register_autograd(_attend, _backward, setup_context=_save_for_backward)
 
 
 def _tokens(x: Tensor) -> Tokens:

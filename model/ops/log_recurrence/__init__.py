@@ -75,7 +75,7 @@ def _recur(log_p: Tensor, h: Tensor, start: Tensor, backend: str) -> Tensor:
     return s
 
 
-@_recur.register_fake
+@torch.library.register_fake(_recur)
 def _(log_p: Tensor, h: Tensor, start: Tensor, backend: str) -> Tensor:
     return h.new_empty(h.shape, dtype=start.dtype)
 
@@ -89,7 +89,7 @@ def _recur_backward(
     return g_p, g_h, g_start
 
 
-@_recur_backward.register_fake
+@torch.library.register_fake(_recur_backward)
 def _(
     g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,4 +115,4 @@ def _backward(ctx: Any, g_s: Tensor) -> tuple[Tensor | None, ...]:
     return *_recur_backward(g_s, *ctx.saved_tensors, ctx.backend), None
 
 
-_recur.register_autograd(_backward, setup_context=_save_for_backward)
+torch.library.register_autograd(_recur, _backward, setup_context=_save_for_backward)
