@@ -82,31 +82,44 @@ class LongformerAttention(SparseAttention):
         if state is None:
             state = (None, None, None)
         local, k_global, v_global = state
-        # All tokens attend to the window and to the global tokens, by q, k, v.
         q, k, v = self.project(features, positions.rotation)
         y, local_after = self.attend(q, k, v, Forgetting(), local, return_state)
-        # The first n tokens also attend to the global ones by q_g, k_g, v_g. Where they are global,
-        # this result replaces the other.
         lengths = local.lengths if local else (0,)
-        n = min(x.shape[1], self.n_global - min(lengths))  # tokens that are global in some row
-        if n > 0:
-            rotation = positions.rotation
-            if rotation is not None:
-                rotation = Rotation._make(angles[..., :n, :] for angles in rotation)
-            q, k, v = self.project(self.qkv_global(x[:, :n]), rotation)
-            k_global = self._extended(k_global, k, lengths)
-            v_global = self._extended(v_global, v, lengths)
-            i = last_positions(tuple(length + n for length in lengths), n, x.device)  # (B or 1, n)
-            j = torch.arange(self.n_global, device=x.device)
-            mask = (j <= i.unsqueeze(2)).unsqueeze(1)  # (B or 1, 1, n, n_global)
-            y_global = dense_attention(q, k_global, v_global, mask)
-            is_global = (i < self.n_global)[:, None, :, None]
-            y_of_first = y_global.where(is_global, y[:, :, :n])
-            y = torch.cat([y_of_first, y[:, :, n:]], dim=2)
+        if min(lengths) < self.n_global:
+            y, k_global, v_global = self._replace_global(
+                y, x, positions.rotation, k_global, v_global, lengths
+            )
         y = self.join(y, positions.rotation)
         if local_after is None or not return_state:
             return y, None
         return y, LongformerState(local_after, k_global, v_global)
+
+    def _replace_global(
+        self,
+        y: Tensor,
+        x: Tensor,
+        rotation: Rotation | None,
+        k_global: Tensor | None,
+        v_global: Tensor | None,
+        lengths: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Replace results y (B, n_head, T, head_dim) of global tokens by those of q_g, k_g, v_g.
+
+        Return y, and the keys and values of global tokens so far.
+        """
+        n = min(x.shape[1], self.n_global - min(lengths))  # tokens that are global in some row
+        if rotation is not None:
+            rotation = Rotation._make(angles[..., :n, :] for angles in rotation)
+        q, k, v = self.project(self.qkv_global(x[:, :n]), rotation)
+        k_global = self._extended(k_global, k, lengths)
+        v_global = self._extended(v_global, v, lengths)
+        i = last_positions(tuple(length + n for length in lengths), n, x.device)  # (B or 1, n)
+        j = torch.arange(self.n_global, device=x.device)
+        mask = (j <= i.unsqueeze(2)).unsqueeze(1)  # (B or 1, 1, n, n_global)
+        y_global = dense_attention(q, k_global, v_global, mask)
+        is_global = (i < self.n_global)[:, None, :, None]
+        y_first = y_global.where(is_global, y[:, :, :n])
+        return torch.cat([y_first, y[:, :, n:]], dim=2), k_global, v_global
 
     def _extended(self, x: Tensor | None, new: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """Write keys or values of more tokens into those of global tokens, x (B, n_kv_head,
