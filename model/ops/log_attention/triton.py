@@ -356,7 +356,7 @@ def _launch(P: Constants) -> dict[str, int]:
 
 
 def _grid(q: Tensor, P: Constants, segments: Segments | None = None) -> tuple[int, int]:
-    return q.shape[0] * q.shape[1] * P.BLOCKS, 1 if segments is None else segments.own.slots
+    return q.shape[0] * q.shape[1] * P.BLOCKS, 1 if segments is None else segments.sums.slots
 
 
 def _segments(inputs: _Tensors, P: Constants, most: int) -> Segments | None:

@@ -118,7 +118,7 @@ class Segments(NamedTuple):
     """Runs of chunks of every sequence that programs compute in parallel: the second dimension of
     the grid counts them."""
 
-    own: Any
+    sums: Any
     """Saved: slot s has what segment s alone adds to the state or, in the backward pass, to the
     state's gradient."""
     log_f: Any
@@ -168,7 +168,7 @@ def gates_of_segment(x, segments, s, g):
     if x.log_f is None:
         return None
     else:
-        return tl.load(segments.log_f + g * segments.own.slots + s)
+        return tl.load(segments.log_f + g * segments.sums.slots + s)
 
 
 @triton.jit

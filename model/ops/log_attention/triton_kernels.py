@@ -109,7 +109,7 @@ def forward_sweep(x, outputs, saved, doubtful, segments, OWN: tl.constexpr, P: t
         state = _after_chunk(scaled, e_k, e_v, gates, left_k, left_v, P)
 
     if OWN:
-        slots = _slots_of(segments.own, program.g, P)
+        slots = _slots_of(segments.sums, program.g, P)
         _save(slots, tl.program_id(1), state, program, P)
     elif stop == N:
         if saved is not None:
@@ -300,7 +300,7 @@ def _write_grad_of_keys_and_values(
 def _after_segments(state, x, segments, program, P: tl.constexpr):
     """Return the state before this program's segment, given that before the first."""
     M, z, key, value = state
-    slots = _slots_of(segments.own, program.g, P)
+    slots = _slots_of(segments.sums, program.g, P)
     for s in range(tl.program_id(1)):
         log_f = gates_of_segment(x, segments, s, program.g)
         key_before = key
@@ -345,8 +345,8 @@ def _before_segments(g, x, saved, segments, program, P: tl.constexpr):
 def _own_gradients(segments, program, P: tl.constexpr):
     """Where the gradients of a program's segments are: each block of value columns has its part of
     the normalizer's."""
-    state = segments.own.state
-    keys = segments.own.slots * P.D_K
+    state = segments.sums.state
+    keys = segments.sums.slots * P.D_K
     return Sums(state.s + program.g * keys * P.D_V, state.z + program.part * keys)
 
 
