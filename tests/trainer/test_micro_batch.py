@@ -128,7 +128,6 @@ with join_world(CPU.device) as world:
         assert result.out.count("micro_batch=auto: 3") == (2 if rank == 0 else 0)
 
 
-@pytest.mark.slow
 def test_a_run_has_the_losses_of_any_other_micro_batch_and_keeps_what_was_chosen(
     command, tiny_args, tmp_path, monkeypatch
 ):
