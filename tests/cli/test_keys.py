@@ -83,6 +83,7 @@ def test_keys_of_texts_are_known_by_their_names(commands):
 
 
 @pytest.mark.parametrize("name", ["1e3", "20261127_0303", "true", "007"])
+@pytest.mark.slow
 def test_a_number_is_a_name_where_a_text_is_expected(command, name):
     options = [f"run_dir={name}", f"dataset_dir={name}", "tracker=wandb", f"tracker.wandb.project={name}"]
     shown = yaml.safe_load(command("train", "--cfg", "job", *options).out)

@@ -163,6 +163,7 @@ def test_what_is_shown_is_what_would_be_trained(command, tmp_path):
 
 
 @pytest.mark.parametrize("schedule", ["one_cycle", "cosine", "wsd", "constant"])
+@pytest.mark.slow
 def test_a_warm_up_that_does_not_fit_is_a_tenth_of_the_run_and_said(schedule):
     settings = ["dataset_dir=x", f"schedule={schedule}", "schedule.warmup_steps=200"]
     short, fitting = (

@@ -78,6 +78,7 @@ def test_every_share_is_kept_after_any_number_of_draws(parts):
 @pytest.mark.parametrize(
     "weights", [{}, {"a": 2}, {"a": 0.5, "c": 3}, {"d": 10, "b": 0}, {"a": 0, "b": 0}, {"a": 1 / 3, "b": 1e-3}]
 )
+@pytest.mark.slow
 def test_weights_multiply_natural_shares(owners, weights):
     mixture = Mixture(owners, list("abcd"), weights, seed=0)
     sequences = np.arange(50_000)

@@ -149,6 +149,7 @@ def test_a_stride_gives_every_token_the_window_before_it(trained, sets_dir):
 
 
 @pytest.mark.parametrize("attention", ["log_space", "softmax"])
+@pytest.mark.slow
 def test_long_contexts_are_those_of_one_call(trained, sets_dir, monkeypatch, attention):
     monkeypatch.setattr("inference.evaluate._CONTEXT_CHUNK", 37)  # windows are read in several chunks
     run_dir = trained({"model.attention": {"name": attention}})

@@ -123,6 +123,7 @@ def by_flex(q, k, v, log_f, starts):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("T", [1, 140])
+@pytest.mark.slow
 def test_flex_attention_forgets_as_the_definition_does(eager_flex, monkeypatch, T):
     torch.manual_seed(0)
     monkeypatch.setattr("model.attention.softmax.forgetting_attention", by_flex)

@@ -134,6 +134,7 @@ def test_it_can_be_tuned_on_conversations(folder, tmp_path, make_dataset, comman
         (file("config.json", None), "has no config.json: load model and tokenizer with transformers"),
     ],
 )
+@pytest.mark.slow
 def test_what_is_no_gpt2_is_refused_in_one_line(folder, tmp_path, change, message, command):
     change(folder)
     assert_one_line(command("scripts/import_gpt2", f"folder={folder}", f"run_dir={tmp_path / 'again'}"), message)

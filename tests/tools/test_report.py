@@ -133,6 +133,7 @@ def test_runs_of_several_folders_are_compared_where_they_meet(sweep, tmp_path):
         [train(i, 1e38 / i) for i in range(1, 3000)] + [val(i, 1e38 / i) for i in range(1, 9)],
     ],
 )
+@pytest.mark.slow
 def test_any_lines_make_a_report(tmp_path, lines):
     make_run(tmp_path / "a", lines, {"n": 1})
     make_run(tmp_path / "b", [val(1, 3.0)], {"n": 2})

@@ -93,6 +93,7 @@ def test_how_a_batch_is_shared_does_not_matter(train_in_processes, chat_dir):
         assert_same_steps(whole, shared, tolerance=1e-9)
 
 
+@pytest.mark.slow
 def test_a_run_of_epochs_has_thirty_steps_an_epoch_and_resumes(chat, capsys):
     config = chat({"epochs": 2, "batch_tokens": 16 * 64, "eval.every": 1000, "eval.batches": 1})
     rows = len(open_run(config).batches.rows)

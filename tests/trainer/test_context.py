@@ -92,6 +92,7 @@ def test_a_run_in_groups_is_the_run_of_one_process(train_in_processes):
         ("context_parallel=2", "does not divide 1 processes: start 2 or a multiple of it with torchrun"),
     ],
 )
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused(command, tiny_args, options, message):
     result = command("train", *tiny_args, *f"runtime.{options}".split())
     assert result.status == (1 if "1 processes" in message else 2)

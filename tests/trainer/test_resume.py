@@ -106,6 +106,7 @@ def test_a_finished_run_goes_on_when_it_is_made_longer_and_keeps_its_name(tiny, 
         ({"name": "constant"}, None, None, None),
     ],
 )
+@pytest.mark.slow
 def test_a_jump_of_the_learning_rate_is_said_before_the_first_step(tiny, capsys, schedule, before, after, advice):
     schedule = {"schedule": {"warmup_steps": 2, **schedule}}
     fit(tiny(schedule | {"stop_at": 4}))
