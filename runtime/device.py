@@ -123,7 +123,7 @@ def open_runtime(config: DeviceConfig) -> Runtime:
     if deterministic == "auto":
         deterministic = device.type == "cpu"
     if deterministic:
-        # Of cuBLAS, and of code that torch.compile makes.
+        # These make cuBLAS and compiled code deterministic.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
     # torch.use_deterministic_algorithms would import the compiler, which takes seconds.

@@ -30,7 +30,7 @@ head sizes from 32 to 128."""
 
 
 def operator(name: str) -> Callable[[F], Any]:
-    """Return what makes a function an operator of torch, which torch.compile does not look into.
+    """Return a decorator: the function becomes an operator that torch.compile leaves whole.
 
     torch.library.custom_op does this too, but imports torch._dynamo at the first call. The name
     gets a namespace where it is free, because a second operator of the same name would free the
