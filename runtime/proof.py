@@ -105,7 +105,6 @@ def prove_gradients(
             return compare(gradients(gpt, ids, targets, runtime), expected, scales)
 
         form, largest = fastest_right(difference_of, compiled, runtime.dtype, world)
-    use(gpt, form)
     sequences = count(len(ids), "sequence")
     say(
         f"gradients of the first {sequences} agree with plain torch: "
@@ -121,56 +120,55 @@ def fastest_right(
     what is wrong.
 
     Args:
-        difference_of: compares a form with plain torch, in this process.
+        difference_of: uses a form and compares it with plain torch, in this process. Its last
+            call is for the form that is returned.
         compiled: whether the configured form is compiled.
         dtype: of the run.
 
     Raises:
         UserError: not even plain torch is right in this dtype.
     """
-    allowed = bound_of(dtype)
-
-    def largest(form: Form) -> Difference:
-        try:
-            local = difference_of(form)
-        except Exception as error:  # compilers raise errors of any kind
-            if out_of_memory(error):
-                raise
-            local = Difference(math.inf, str(error).strip().partition("\n")[0] or repr(error))
-        differences = [Difference(*values) for values in world.exchange(local)]
-        return max(differences, key=lambda difference: difference.size)
-
     configured = Form(compiled, tuple(sorted(kernels.left_out)))
     kernels.used.clear()
-    first = largest(configured)
-    if first.size <= allowed:
-        return configured, first
-    for left_out in _candidates():
-        form = Form(False, (*configured.left_out, *left_out))
-        difference = largest(form)
-        if difference.size <= allowed:
+    differences = []
+    for form in _forms(configured, world):
+        difference = _largest(difference_of, form, world)
+        differences.append(difference)
+        if difference.size <= bound_of(dtype):
             break
     else:
         raise UserError(
-            f"{first}, and without kernels and compilation {difference}: "
+            f"{differences[0]}, and without kernels and compilation {difference}: "
             "use runtime.dtype=float32, or runtime.proof=false to go on"
         )
-    if compiled and form.left_out:
-        faster_form = form._replace(compiled=True)
-        faster_difference = largest(faster_form)
-        if faster_difference.size <= allowed:
-            form = faster_form
-            difference = faster_difference
-    warn(f"{first}: this goes on without {form.lacks(configured)}, which is slower")
+    if form != configured:
+        without = form.lacks(configured)
+        warn(f"{differences[0]}: this goes on without {without}, which is slower")
     return form, difference
 
 
-def _candidates() -> Iterator[tuple[str, ...]]:
-    """Yield what to leave out, in order: nothing, each operator that was used, and all of these."""
-    yield ()
-    for operator in sorted(kernels.used):
-        yield (operator,)
-    yield tuple(sorted(kernels.used))  # more than before, if an error had hidden some
+def _forms(configured: Form, world: World) -> Iterator[Form]:
+    """Yield the forms to try: as configured, without each operator that was used, without all."""
+    ways = [True, False] if configured.compiled else [False]
+    for compiled in ways:
+        yield Form(compiled, configured.left_out)
+    used = set().union(*world.exchange([*kernels.used]))  # an error may have hidden some in one
+    for operator in sorted(used):
+        for compiled in ways:
+            yield Form(compiled, (*configured.left_out, operator))
+    for compiled in ways:
+        yield Form(compiled, kernels.OPERATORS)
+
+
+def _largest(difference_of: Callable[[Form], Difference], form: Form, world: World) -> Difference:
+    """Return a form's largest difference in all processes."""
+    try:
+        local = difference_of(form)
+    except Exception as error:  # compilers raise errors of any kind
+        if out_of_memory(error):
+            raise
+        local = Difference(math.inf, str(error).strip().partition("\n")[0] or repr(error))
+    return Difference(*max(world.exchange(local)))
 
 
 def use(gpt: GPT, form: Form) -> None:
@@ -237,12 +235,11 @@ def compare(actual: Gradients, expected: Gradients, scales: dict[str, Tensor]) -
     }
     if LOSS in sizes:
         sizes[LOSS] *= ROUNDINGS  # it may differ by one rounding only: it is a mean of many losses
-    largest = torch.stack([*sizes.values()]).nan_to_num(nan=math.inf).argmax()
-    name = [*sizes][int(largest)]
-    size = sizes[name].nan_to_num(nan=math.inf)
-    figures = torch.stack([size, actual[name].float().norm(), expected[name].norm()]).tolist()
-    words = f" has norm {figures[1]:.4g}, in plain torch {figures[2]:.4g}"
-    return Difference(figures[0], name, words)
+    largest = torch.stack([*sizes.values()]).nan_to_num(nan=math.inf).max(0)
+    name = [*sizes][int(largest.indices)]
+    actual_norm = actual[name].float().norm()
+    norms = f" has norm {actual_norm:.4g}, in plain torch {expected[name].norm():.4g}"
+    return Difference(float(largest.values), name, norms)
 
 
 def prove_logits(gpt: GPT, runtime: Runtime, autocast: bool) -> None:
@@ -275,7 +272,6 @@ def prove_logits(gpt: GPT, runtime: Runtime, autocast: bool) -> None:
             return compare({LOGITS: gpt(ids)}, expected, norms)
 
     form, _ = fastest_right(difference_of, False, runtime.dtype, World(gpt.device))
-    use(gpt, form)
     proofs.write(form, {"logits": True})
 
 

@@ -59,8 +59,8 @@ MUTATIONS = [
     Mutation(
         "proof",
         "runtime/proof.py",
-        "if first.size <= allowed:",
-        "if first.size <= math.inf:",
+        "if difference.size <= bound_of(dtype):",
+        "if difference.size <= math.inf:",
         "a run uses kernels whose gradient is wrong",
         "tests/trainer/test_proof.py",
     ),

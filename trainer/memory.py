@@ -6,10 +6,11 @@ percent.
 """
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.numbers import ceil_div
 from model.attention import AttentionConfig
@@ -193,6 +194,16 @@ def _measured(config_json: str, n_tokens: int, dtype: torch.dtype, recompute: Re
     return (kept_of_three - kept_of_two) / n_tokens
 
 
+class _NoProducts(TorchDispatchMode):
+    """Gives zeros in place of products, which take long in bfloat16 on many CPUs."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            *_, left, right = args
+            return left.new_zeros(left.shape[0], right.shape[1])
+        return func(*args, **(kwargs or {}))
+
+
 def _kept(gpt: GPT, ids: Tensor, runtime: Runtime) -> int:
     """Bytes that a forward pass keeps for its backward pass, without the weights."""
     # Each storage once, by address: no address is reused while all tensors are held.
@@ -203,7 +214,8 @@ def _kept(gpt: GPT, ids: Tensor, runtime: Runtime) -> int:
         kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), runtime.autocast():
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, runtime.autocast(), _NoProducts():
         gpt.summed_loss(ids, ids)
     weights = {p.untyped_storage().data_ptr() for p in gpt.parameters()}
     return sum(

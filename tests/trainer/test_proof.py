@@ -140,6 +140,23 @@ def test_without_a_right_form_a_line_says_what_to_do():
         proof.fastest_right(difference, True, torch.bfloat16, WORLD)
 
 
+def test_processes_that_used_different_operators_try_the_same_forms(monkeypatch):
+    """An error in one process may come before it uses an operator that is wrong in another."""
+    other = ["the loss"]
+    monkeypatch.setattr(World, "exchange", lambda world, local: [local, other if isinstance(local, list) else local])
+    forms = []
+
+    def difference(form):
+        forms.append(form)
+        kernels.used.add("log attention")
+        return Difference(0.0 if form == Form(False, ("the loss",)) else 1.0, "embed.weight")
+
+    form, _ = proof.fastest_right(difference, True, torch.bfloat16, WORLD)
+    assert form == Form(False, ("the loss",))
+    left_out = [(), ("log attention",), ("the loss",)]
+    assert forms == [Form(compiled, names) for names in left_out for compiled in (True, False)]
+
+
 def test_a_difference_is_relative_to_what_can_cancel():
     """NaN is wrong; a gradient far below the whole is compared with the whole; the loss may have one rounding."""
     expected = {"the loss": torch.tensor(8.0), "large": torch.ones(4), "small": torch.full((4,), 1e-9)}
