@@ -288,7 +288,7 @@ def run_process():
         running.extend(started)
         results = []
         for process in started:
-            out, err = process.communicate(timeout=240)
+            out, err = process.communicate(timeout=600)
             results.append(Result(process.returncode, out, err))
         assert [result.status for result in results] == [0] * len(results), results
         return results

@@ -13,14 +13,23 @@ from model.ops.sparse_attention import attend
 
 @pytest.fixture
 def kernel_resources(run_process):
-    """Compiles cases of tests/model/kernel_resources.py in a process; returns a dict for each kernel."""
+    """Compiles cases of tests/model/kernel_resources.py in a process; returns each one's kernels by name."""
     pytest.importorskip("triton.backends.nvidia")
 
-    def rows_of(*cases):
-        [result] = run_process([Path(__file__).with_name("kernel_resources.py"), *map(json.dumps, cases)])
-        return [json.loads(line) for line in result.out.splitlines()]
+    def rows_of(capability, *cases):
+        script = Path(__file__).with_name("kernel_resources.py")
+        [result] = run_process([script, capability, *map(json.dumps, cases)])
+        rows = [json.loads(line) for line in result.out.splitlines()]
+        if capability == 90:
+            assert all(right_for_hopper(row) for case in rows for row in case.values())
+        return rows
 
     return rows_of
+
+
+def right_for_hopper(row):
+    """PTX 8.8 is for ptxas 12.9."""
+    return row["wgmma"] == 0 and float(row["ptx"]) >= 8.8
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
 """Compiles the Triton kernels for a GPU that need not be present, and counts the resources that they use.
 
-python tests/model/kernel_resources.py '{"capability": 90, "operator": "log_attention", "dtype": "bfloat16", "d": 32,
-"d_v": 32, "gates": true, "carried": true, "of_values": "bfloat16"}' prints a line of JSON for each kernel; several
-arguments are several cases, of one compute capability. With "only": "sweep", only kernels with this in their name are
-compiled; with "assembled": false, without what only machine code shows. A process that has compiled for an absent GPU
-cannot run kernels.
+python tests/model/kernel_resources.py 90 '{"operator": "log_attention", "dtype": "bfloat16", "d": 32, "d_v": 32,
+"gates": true, "carried": true, "of_values": "bfloat16"}' prints for each case, here one for compute capability 9.0, a
+line of JSON with its kernels. With "only": "sweep", only kernels with this in their name are compiled; with
+"assembled": false, without what only machine code shows. A process that has compiled for an absent GPU cannot run
+kernels.
 """
 
 import json
@@ -138,15 +138,15 @@ def resources(binary: Any) -> dict[str, int | str]:
     }
 
 
-def main(cases: list[str]) -> None:
+def main(capability: int, cases: list[str]) -> None:
     for case in cases:
         given = json.loads(case)
-        capability, launch = given.pop("capability"), LAUNCH[given.pop("operator")]
+        launch = LAUNCH[given.pop("operator")]
         given |= {key: getattr(torch, given[key]) for key in ("dtype", "of_values") if key in given}
         how = {key: given.pop(key) for key in ("only", "assembled") if key in given}
-        for kernel, binary in compiled(partial(launch, **given), capability, **how).items():
-            print(json.dumps({"kernel": kernel} | resources(binary)), flush=True)
+        kernels = compiled(partial(launch, **given), capability, **how)
+        print(json.dumps({name: resources(kernel) for name, kernel in kernels.items()}), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(int(sys.argv[1]), sys.argv[2:])

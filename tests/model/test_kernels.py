@@ -1,7 +1,6 @@
 """The choice between kernels and plain torch, and the compilation of kernels for GPUs that are not here."""
 
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -162,44 +161,6 @@ def test_only_our_own_launches_have_these_settings(monkeypatch):
     assert dict(os.environ) == before
 
 
-def right_for_hopper(row):
-    """PTX 8.8 is for ptxas 12.9."""
-    return row["wgmma"] == 0 and float(row["ptx"]) >= 8.8
-
-
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
-@pytest.mark.slow
-def test_kernels_of_loss_and_recurrence_compile_for_gpus_that_are_not_here(kernel_resources, capability):
-    cases = [
-        {"capability": capability, "operator": operator, "dtype": dtype}
-        for dtype, operator in itertools.product(["bfloat16", "float32"], ["loss", "log_recurrence"])
-    ]
-    rows = kernel_resources(*cases)
-    assert [row["kernel"] for row in rows] == 2 * ["cross_entropy_kernel", "recurrence_forward", "recurrence_backward"]
-    assert all(row["stack"] == 0 for row in rows)  # nothing spills
-    assert all(map(right_for_hopper, rows)) or capability != 90
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype", "d", "kinds"),
-    [
-        (90, "bfloat16", 32, [(False, True, "float32"), (True, True, "bfloat16"), (True, False, "bfloat16")]),
-        (90, "float32", 16, [(False, False, "float32"), (True, False, "float32")]),
-        (100, "bfloat16", 32, [(False, False, "bfloat16"), (True, True, "bfloat16")]),
-    ],
-)
-@pytest.mark.slow
-def test_kernels_of_log_attention_compile_for_gpus_that_are_not_here(kernel_resources, capability, dtype, d, kinds):
-    """The interpreter lacks the compiler's types: a variable keeps its own, and its shape, in a loop."""
-    given = {"capability": capability, "operator": "log_attention", "dtype": dtype, "d": d, "d_v": d}
-    cases = [given | {"gates": gates, "carried": state, "of_values": values} for gates, state, values in kinds]
-    rows = kernel_resources(*cases)
-    kernels = ["forward_sweep", "exact_forward", "backward_sweep", "exact_backward"]
-    assert [row["kernel"] for row in rows] == kernels * len(cases)
-    assert all(row["shared"] <= 99 * 1024 for row in rows)  # which every GPU from 8.0 on has
-    assert all(map(right_for_hopper, rows)) or capability != 90
-
-
 SHARED = {80: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory that a program can have, by compute capability.
 
@@ -208,59 +169,70 @@ Triton's code for 8.0 is that for 8.6 and 8.9, which have less shared memory.
 SHIPPED = {"flagship": (64, 64, True), "flagship_1m": (64, 32, True), "heinsen": (32, 32, False)}
 MOST = {"bfloat16": 128, "float16": 64, "float32": 64}
 """Features of a key by type, with gates, in docs/kernels.md."""
+CARRIED = {90: [("bfloat16", 32), ("float32", 16)], 100: [("bfloat16", 32)]}
+"""Type and features of heads whose state is carried on, by compute capability."""
+
+
+def of_log_attention(dtype, d, d_v, gates, **given):
+    """A case of kernel_resources.py."""
+    given = {"carried": False, "of_values": dtype, "assembled": False} | given
+    return {"operator": "log_attention", "dtype": dtype, "d": d, "d_v": d_v, "gates": gates} | given
+
+
+def in_segments():
+    return [of_log_attention("bfloat16", 32, 32, gates, carried=True, segments=2) for gates in (False, True)]
 
 
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.slow
-def test_kernels_fit_where_the_documentation_says_so_and_those_of_shipped_models_compute_every_exponential_once(
-    kernel_resources, capability
-):
-    """Heads of 32 features spill nothing on 8.0, and little on 9.0. The exact kernels need less."""
+def test_kernels_compile_for_gpus_that_are_not_here(kernel_resources, capability):
+    """They fit where the documentation says so, and those of shipped models compute every exponential once.
+
+    The interpreter lacks the compiler's types: a variable keeps its own, and its shape, in a loop. Heads of 32 features
+    spill nothing on 8.0, and little on 9.0. The exact kernels need less.
+    """
     models = SHIPPED if capability in (80, 90) else {"flagship": SHIPPED["flagship"]}
-    given = {"capability": capability, "operator": "log_attention", "carried": False, "only": "sweep"}
-    in_bfloat16 = given | {"dtype": "bfloat16", "of_values": "bfloat16"}
-    shipped = [in_bfloat16 | {"d": d, "d_v": e, "gates": gates} for d, e, gates in models.values()]
-    of_type = [given | {"dtype": dtype, "of_values": dtype, "d": d, "d_v": d} for dtype, d in MOST.items()]
-    rows = kernel_resources(*shipped, *(case | {"gates": True, "assembled": False} for case in of_type))
-    assert [row["kernel"] for row in rows] == ["forward_sweep", "backward_sweep"] * (len(models) + len(MOST))
-    assert all(row["shared"] <= SHARED[capability] * 1024 for row in rows)
-    assert all(map(right_for_hopper, rows)) or capability != 90
-    for (d, e, gates), row in zip([shape for shape in models.values() for _ in range(2)], rows, strict=False):
-        threads, exponentials = 32 * row["warps"], 64 * (2 * d + e + 64 * gates)  # of a chunk of 64 tokens
-        assert row["ex2"] <= 1.2 * exponentials / threads
+    shipped = [of_log_attention("bfloat16", *model, only="sweep", assembled=True) for model in models.values()]
+    largest = [of_log_attention(dtype, d, d, True, only="sweep") for dtype, d in MOST.items()]
+    carried = [
+        of_log_attention(dtype, d, d, gates, carried=not gates, of_values=values)
+        for dtype, d in CARRIED.get(capability, [])
+        for gates, values in [(False, "float32"), (True, dtype)]
+    ]
+    others = [
+        {"operator": operator, "dtype": dtype}
+        for dtype, operator in itertools.product(["bfloat16", "float32"], ["loss", "log_recurrence"])
+    ]
+    parts = [others, shipped, largest, carried, in_segments()]
+    rows = iter(kernel_resources(capability, *itertools.chain(*parts)))
+    of_others, of_shipped, of_largest, *all_four = [list(itertools.islice(rows, len(part))) for part in parts]
+    for case in of_others:
+        assert all(row["stack"] == 0 for row in case.values())  # nothing spills
+    for case in [*of_shipped, *of_largest]:
+        assert list(case) == ["forward_sweep", "backward_sweep"]
+        assert all(row["shared"] <= SHARED[capability] * 1024 for row in case.values())
+    for case in itertools.chain(*all_four):
+        assert list(case) == ["forward_sweep", "exact_forward", "backward_sweep", "exact_backward"]
+        assert all(row["shared"] <= 99 * 1024 for row in case.values())  # which every GPU from 8.0 on has
+    for (d, d_v, gates), case in zip(models.values(), of_shipped, strict=True):
+        exponentials = 64 * (2 * d + d_v + 64 * gates)  # of a chunk of 64 tokens
         forward, backward = (576, 288) if capability == 80 else (720, 432)  # bytes of a thread; 9.0: mma.sync
-        spilled = {"forward_sweep": forward, "backward_sweep": backward}[row["kernel"]]
         if d == 32:
-            spilled = 0 if capability == 80 else 96
-        assert capability not in (80, 90) or row["stack"] <= spilled
-
-
-def in_segments(capability):
-    """Cases without gates and with them, as arguments of kernel_resources.py."""
-    given = {"capability": capability, "operator": "log_attention", "dtype": "bfloat16", "of_values": "bfloat16"}
-    given |= {"d": 32, "d_v": 32, "carried": True, "segments": 2, "assembled": False}
-    return [given | {"gates": gates} for gates in (False, True)]
-
-
-@pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.slow
-def test_kernels_compile_in_segments(kernel_resources, capability):
-    assert len(kernel_resources(*in_segments(capability))) == 8
+            forward = backward = 0 if capability == 80 else 96
+        for row, stack in zip(case.values(), (forward, backward), strict=True):
+            assert row["ex2"] <= 1.2 * exponentials / (32 * row["warps"])
+            assert row["stack"] <= stack or capability not in (80, 90)
 
 
 @pytest.mark.slow
-def test_kernels_compile_with_triton_3_6(run_process, tmp_path, monkeypatch):
+def test_kernels_compile_with_triton_3_6(kernel_resources, tmp_path, monkeypatch):
     """The oldest version that pyproject.toml allows; it comes with torch 2.11."""
     line = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path, "triton==3.6.0"]
     done = subprocess.run(line, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"pip cannot install triton 3.6: {done.stderr.strip().splitlines()[-1]}")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
-    script = Path(__file__).with_name("kernel_resources.py")
-    rows = {}
-    for capability in SHARED:
-        cases = [case | {"only": "sweep"} for case in in_segments(capability)]
-        [result] = run_process([script, *map(json.dumps, cases)])
-        rows[capability] = [json.loads(line) for line in result.out.splitlines()]
-    assert [len(each) for each in rows.values()] == [4] * len(SHARED)
-    assert all(map(right_for_hopper, rows[90]))
+    for capability in (80, 90):
+        cases = [case | {"only": "sweep"} for case in in_segments()]
+        rows = kernel_resources(capability, *cases)
+        assert [list(case) for case in rows] == [["forward_sweep", "backward_sweep"]] * 2
