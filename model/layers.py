@@ -77,6 +77,10 @@ class Embedding(nn.Embedding):
             nn.init.normal_(self.weight, std=self.std)
 
 
+PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+"""Products with weights."""
+
+
 def recomputing(recompute: Recompute, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function with the same results, whose activations a backward pass computes again.
 
@@ -89,8 +93,7 @@ def recomputing(recompute: Recompute, function: Callable[..., Any]) -> Callable[
     block = partial(checkpoint, function, use_reentrant=False)
     if recompute == "block":
         return block
-    products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-    contexts = partial(create_selective_checkpoint_contexts, products)
+    contexts = partial(create_selective_checkpoint_contexts, PRODUCTS)
     return partial(block, context_fn=contexts)
 
 

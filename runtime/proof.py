@@ -10,7 +10,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from common.settings import JsonDict, UserError
 from model.gpt import GPT
 from model.layers import FusedLinear
 from model.ops import kernels
-from runtime.device import Runtime, compile_blocks, triton_version
+from runtime.device import Runtime, compile_blocks, device_name, triton_version
 from runtime.distributed import World
 
 ROUNDINGS = 16
@@ -130,34 +130,43 @@ def fastest_right(
     """
     configured = Form(compiled, tuple(sorted(kernels.left_out)))
     kernels.used.clear()
-    differences = []
+    first = None
     for form in _forms(configured, world):
         difference = _largest(difference_of, form, world)
-        differences.append(difference)
+        first = first or difference
         if difference.size <= bound_of(dtype):
             break
     else:
         raise UserError(
-            f"{differences[0]}, and without kernels and compilation {difference}: "
+            f"{first}, and without kernels and compilation {difference}: "
             "use runtime.dtype=float32, or runtime.proof=false to go on"
         )
     if form != configured:
         without = form.lacks(configured)
-        warn(f"{differences[0]}: this goes on without {without}, which is slower")
+        warn(f"{first}: this goes on without {without}, which is slower")
     return form, difference
 
 
 def _forms(configured: Form, world: World) -> Iterator[Form]:
-    """Yield the forms to try: as configured, without each operator that was used, without all."""
-    ways = [True, False] if configured.compiled else [False]
-    for compiled in ways:
-        yield Form(compiled, configured.left_out)
-    used = set().union(*world.exchange([*kernels.used]))  # an error may have hidden some in one
-    for operator in sorted(used):
-        for compiled in ways:
-            yield Form(compiled, (*configured.left_out, operator))
-    for compiled in ways:
-        yield Form(compiled, kernels.OPERATORS)
+    """Yield the forms to try: as configured, without each operator that was used, without all.
+
+    Each comes without compilation, too. All processes must take the same number of them.
+    """
+    compiled_or_not = [True, False] if configured.compiled else [False]
+
+    def without(operators: Iterable[str]) -> Iterator[Form]:
+        for compiled in compiled_or_not:
+            yield Form(compiled, (*configured.left_out, *operators))
+
+    def used() -> list[str]:  # an error may have hidden some operators in one process
+        return sorted(set().union(*world.exchange([*kernels.used])))
+
+    yield from without(())
+    for operator in used():
+        yield from without([operator])
+    all_used = used()
+    if len(all_used) > 1:
+        yield from without(all_used)
 
 
 def _largest(difference_of: Callable[[Form], Difference], form: Form, world: World) -> Difference:
@@ -287,9 +296,8 @@ def _without_zeros(gpt: GPT) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.no_grad():
-            for p in zeros:
-                p.zero_()
+        for p in zeros:
+            torch.nn.init.zeros_(p)
 
 
 @contextmanager
@@ -311,9 +319,8 @@ class Proofs:
 
     def __init__(self, gpt: GPT, dtype: torch.dtype) -> None:
         """`dtype`: the run's."""
-        device = torch.cuda.get_device_properties(gpt.device) if gpt.device.type == "cuda" else None
         about = {
-            "device": f"{device.name}, {device.major}.{device.minor}" if device else "cpu",
+            "device": device_name(gpt.device),
             "torch": torch.__version__,
             "triton": triton_version(),
             "sources": code_digest(["model"]),

@@ -280,7 +280,7 @@ def run_process():
 
     running = []
 
-    def run(*command_lines):
+    def run(*command_lines, timeout=240):
         options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         options |= {"env": os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}, "start_new_session": True}
         lines = [[sys.executable, *map(str, line)] for line in command_lines]
@@ -288,7 +288,7 @@ def run_process():
         running.extend(started)
         results = []
         for process in started:
-            out, err = process.communicate(timeout=600)
+            out, err = process.communicate(timeout=timeout)
             results.append(Result(process.returncode, out, err))
         assert [result.status for result in results] == [0] * len(results), results
         return results

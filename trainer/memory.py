@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.numbers import ceil_div
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
-from model.layers import Recompute
+from model.layers import PRODUCTS, Recompute
 from model.ops import linear_cross_entropy
 from runtime.device import Runtime
 from trainer.config import TrainConfig
@@ -195,10 +195,13 @@ def _measured(config_json: str, n_tokens: int, dtype: torch.dtype, recompute: Re
 
 
 class _NoProducts(TorchDispatchMode):
-    """Gives zeros in place of products, which take long in bfloat16 on many CPUs."""
+    """Gives zeros in place of products, which take long in bfloat16 on many CPUs.
+
+    What autograd keeps depends on shapes, not on values.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        if func in PRODUCTS:
             *_, left, right = args
             return left.new_zeros(left.shape[0], right.shape[1])
         return func(*args, **(kwargs or {}))

@@ -169,8 +169,16 @@ Triton's code for 8.0 is that for 8.6 and 8.9, which have less shared memory.
 SHIPPED = {"flagship": (64, 64, True), "flagship_1m": (64, 32, True), "heinsen": (32, 32, False)}
 MOST = {"bfloat16": 128, "float16": 64, "float32": 64}
 """Features of a key by type, with gates, in docs/kernels.md."""
-CARRIED = {90: [("bfloat16", 32), ("float32", 16)], 100: [("bfloat16", 32)]}
-"""Type and features of heads whose state is carried on, by compute capability."""
+WHOLE = {
+    90: [("bfloat16", 32, True, False), ("bfloat16", 32, True, True), ("float32", 16, False, False)],
+    100: [("bfloat16", 32, True, True)],
+}
+"""Type, features, whether a state is carried on, and gates of calls whose kernels are all assembled."""
+KERNELS = {
+    "loss": ["cross_entropy_kernel"],
+    "log_recurrence": ["recurrence_forward", "recurrence_backward"],
+    "log_attention": ["forward_sweep", "exact_forward", "backward_sweep", "exact_backward"],
+}
 
 
 def of_log_attention(dtype, d, d_v, gates, **given):
@@ -186,40 +194,42 @@ def in_segments():
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.slow
 def test_kernels_compile_for_gpus_that_are_not_here(kernel_resources, capability):
-    """They fit where the documentation says so, and those of shipped models compute every exponential once.
+    """They fit where the documentation says so. The exact kernels need less.
 
-    The interpreter lacks the compiler's types: a variable keeps its own, and its shape, in a loop. Heads of 32 features
-    spill nothing on 8.0, and little on 9.0. The exact kernels need less.
+    The interpreter lacks the compiler's types: a variable keeps its own, and its shape, in a loop.
     """
+    others = itertools.product(["bfloat16", "float32"], ["loss", "log_recurrence"])
+    cases = [
+        *({"operator": operator, "dtype": dtype} for dtype, operator in others),
+        *(of_log_attention(dtype, d, d, True, only="sweep") for dtype, d in MOST.items()),
+        *(
+            of_log_attention(dtype, d, d, gates, carried=carried, assembled=True)
+            for dtype, d, carried, gates in WHOLE.get(capability, [])
+        ),
+        *in_segments(),
+    ]
+    for case, compiled in zip(cases, kernel_resources(capability, *cases), strict=True):
+        assert list(compiled) == [name for name in KERNELS[case["operator"]] if case.get("only", "") in name]
+        for row in compiled.values():
+            most = SHARED[capability] if "only" in case else 99  # which every GPU from 8.0 on has
+            assert row["shared"] <= most * 1024
+            if case["operator"] != "log_attention":
+                assert row["stack"] == 0  # nothing spills
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.slow
+def test_kernels_of_shipped_models_compute_every_exponential_once(kernel_resources, capability):
+    """Heads of 32 features spill nothing on 8.0, and little on 9.0."""
     models = SHIPPED if capability in (80, 90) else {"flagship": SHIPPED["flagship"]}
-    shipped = [of_log_attention("bfloat16", *model, only="sweep", assembled=True) for model in models.values()]
-    largest = [of_log_attention(dtype, d, d, True, only="sweep") for dtype, d in MOST.items()]
-    carried = [
-        of_log_attention(dtype, d, d, gates, carried=not gates, of_values=values)
-        for dtype, d in CARRIED.get(capability, [])
-        for gates, values in [(False, "float32"), (True, dtype)]
-    ]
-    others = [
-        {"operator": operator, "dtype": dtype}
-        for dtype, operator in itertools.product(["bfloat16", "float32"], ["loss", "log_recurrence"])
-    ]
-    parts = [others, shipped, largest, carried, in_segments()]
-    rows = iter(kernel_resources(capability, *itertools.chain(*parts)))
-    of_others, of_shipped, of_largest, *all_four = [list(itertools.islice(rows, len(part))) for part in parts]
-    for case in of_others:
-        assert all(row["stack"] == 0 for row in case.values())  # nothing spills
-    for case in [*of_shipped, *of_largest]:
-        assert list(case) == ["forward_sweep", "backward_sweep"]
-        assert all(row["shared"] <= SHARED[capability] * 1024 for row in case.values())
-    for case in itertools.chain(*all_four):
-        assert list(case) == ["forward_sweep", "exact_forward", "backward_sweep", "exact_backward"]
-        assert all(row["shared"] <= 99 * 1024 for row in case.values())  # which every GPU from 8.0 on has
-    for (d, d_v, gates), case in zip(models.values(), of_shipped, strict=True):
+    cases = [of_log_attention("bfloat16", *model, only="sweep", assembled=True) for model in models.values()]
+    for (d, d_v, gates), compiled in zip(models.values(), kernel_resources(capability, *cases), strict=True):
         exponentials = 64 * (2 * d + d_v + 64 * gates)  # of a chunk of 64 tokens
         forward, backward = (576, 288) if capability == 80 else (720, 432)  # bytes of a thread; 9.0: mma.sync
         if d == 32:
             forward = backward = 0 if capability == 80 else 96
-        for row, stack in zip(case.values(), (forward, backward), strict=True):
+        for row, stack in zip(compiled.values(), (forward, backward), strict=True):
+            assert row["shared"] <= SHARED[capability] * 1024
             assert row["ex2"] <= 1.2 * exponentials / (32 * row["warps"])
             assert row["stack"] <= stack or capability not in (80, 90)
 
@@ -232,7 +242,7 @@ def test_kernels_compile_with_triton_3_6(kernel_resources, tmp_path, monkeypatch
     if done.returncode:
         pytest.skip(f"pip cannot install triton 3.6: {done.stderr.strip().splitlines()[-1]}")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
-    for capability in (80, 90):
+    for capability in SHARED:
         cases = [case | {"only": "sweep"} for case in in_segments()]
         rows = kernel_resources(capability, *cases)
         assert [list(case) for case in rows] == [["forward_sweep", "backward_sweep"]] * 2

@@ -12,6 +12,7 @@ from model.gpt import GPT, GPTConfig
 from model.ops import linear_cross_entropy
 from model.ops.log_attention import chunked
 from runtime.device import Runtime
+from trainer import memory
 from trainer.memory import step_memory
 from trainer.optim import AdamWConfig
 from trainer.step import SummedLoss
@@ -29,7 +30,7 @@ def config_of(attention="log_space", block="glu", position="log_recurrence", **c
     raw = {"n_vocab": 1000, "n_layer": 2, "n_head": 4, "n_embd": 96}
     raw |= {
         "attention": {"name": attention} if isinstance(attention, str) else attention,
-        "block": {"name": block},
+        "block": {"name": block} if isinstance(block, str) else block,
         "position": {"name": position},
     }
     return decode(GPTConfig, raw | changes)
@@ -72,6 +73,17 @@ def test_activations_are_what_autograd_saves(attention, block, position, dtype):
     predicted = step_memory(on_meta(config), B, T, runtime(dtype)).activations
     # Left out are rotary angles, a few numbers a position for all sequences, and the like.
     assert predicted == pytest.approx(saved_bytes(GPT(config), dtype), rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_product_is_needed_to_measure_what_is_kept(monkeypatch, dtype):
+    attention = {"name": "log_space", "decay": "head", "gate": "silu", "conv": 4}
+    layers = {"attention_pattern": [attention, {"name": "softmax", "decay": "head"}]}
+    config = config_of(attention, {"name": "mlp", "conv": 4}, "none", ngrams=[1, 2], **layers)
+    without = memory.kept_per_token(config, 130, dtype)
+    monkeypatch.setattr(memory, "PRODUCTS", [])
+    memory._measured.cache_clear()
+    assert memory.kept_per_token(config, 130, dtype) == without
 
 
 def allocations(profiled):

@@ -66,8 +66,8 @@ def make_wrong(monkeypatch):
         return lambda *given: [x * 1.3 if x.is_floating_point() else x for x in graph(*given)]
 
     def make(what):
-        attend.factor = 1.3 if what == "log attention" else 1.0
-        if what == "the loss":
+        attend.factor = 1.3 if what in ("log attention", "both") else 1.0
+        if what in ("the loss", "both"):
             monkeypatch.setitem(linear_cross_entropy._FORMS, "triton", lambda *given: 1.02 * cross_entropy(*given))
         if what == "an error":
             monkeypatch.setitem(linear_cross_entropy._FORMS, "triton", crash)
@@ -110,6 +110,13 @@ def is_compiled(gpt):
             ("the loss",),
             True,
             r"^the loss has norm \S+, in plain torch \S+: .* the kernels of the loss",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "both",
+            ("log attention", "the loss"),
+            True,
+            r" without the kernels of log attention and the kernels of the loss, which",
             marks=pytest.mark.slow,
         ),
         ("an error", ("the loss",), True, r"^CUDA error: no kernel image: .* the kernels of the loss,"),
