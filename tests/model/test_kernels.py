@@ -170,10 +170,15 @@ SHIPPED = {"flagship": (64, 64, True), "flagship_1m": (64, 32, True), "heinsen":
 MOST = {"bfloat16": 128, "float16": 64, "float32": 64}
 """Features of a key by type, with gates, in docs/kernels.md."""
 WHOLE = {
-    90: [("bfloat16", 32, True, False), ("bfloat16", 32, True, True), ("float32", 16, False, False)],
-    100: [("bfloat16", 32, True, True)],
+    90: [
+        ("bfloat16", "float32", 32, True, False),
+        ("bfloat16", "bfloat16", 32, True, True),
+        ("float32", "float32", 16, False, False),
+    ],
+    100: [("bfloat16", "bfloat16", 32, True, True)],
 }
-"""Type, features, whether a state is carried on, and gates of calls whose kernels are all assembled."""
+"""Types of keys and values, features, whether a state is carried on, and gates of calls whose kernels are all
+assembled."""
 KERNELS = {
     "loss": ["cross_entropy_kernel"],
     "log_recurrence": ["recurrence_forward", "recurrence_backward"],
@@ -203,8 +208,8 @@ def test_kernels_compile_for_gpus_that_are_not_here(kernel_resources, capability
         *({"operator": operator, "dtype": dtype} for dtype, operator in others),
         *(of_log_attention(dtype, d, d, True, only="sweep") for dtype, d in MOST.items()),
         *(
-            of_log_attention(dtype, d, d, gates, carried=carried, assembled=True)
-            for dtype, d, carried, gates in WHOLE.get(capability, [])
+            of_log_attention(dtype, d, d, gates, carried=carried, of_values=values, assembled=True)
+            for dtype, values, d, carried, gates in WHOLE.get(capability, [])
         ),
         *in_segments(),
     ]
