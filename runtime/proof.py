@@ -2,7 +2,7 @@
 
 A run computes the gradient of its own first micro-batch twice: as configured, with kernels and
 compiled code, and in plain torch: float32, without kernels, not compiled. If they differ, the run
-uses the fastest form in which they agree.
+tries slower forms, and uses the first in which they agree.
 """
 
 import hashlib
@@ -86,7 +86,7 @@ def bound_of(dtype: torch.dtype) -> float:
 def prove_gradients(
     gpt: GPT, token_ids: Tensor, targets: Tensor, runtime: Runtime, world: World, compiled: bool
 ) -> Form:
-    """Choose the fastest form of a model that computes the right gradient here, the same in all
+    """Use the first form of a model that computes the right gradient here, the same in all
     processes.
 
     Args:
@@ -104,7 +104,7 @@ def prove_gradients(
             use(gpt, form)
             return compare(gradients(gpt, ids, targets, runtime), expected, scales)
 
-        form, largest = fastest_right(difference_of, compiled, runtime.dtype, world)
+        form, largest = first_right(difference_of, compiled, runtime.dtype, world)
     sequences = count(len(ids), "sequence")
     say(
         f"gradients of the first {sequences} agree with plain torch: "
@@ -113,10 +113,10 @@ def prove_gradients(
     return form
 
 
-def fastest_right(
+def first_right(
     difference_of: Callable[[Form], Difference], compiled: bool, dtype: torch.dtype, world: World
 ) -> tuple[Form, Difference]:
-    """Return the fastest form that is right in all processes, and its largest difference. Warn of
+    """Return the first form that is right in all processes, and its largest difference. Warn of
     what is wrong.
 
     Args:
@@ -148,9 +148,10 @@ def fastest_right(
 
 
 def _forms(configured: Form, world: World) -> Iterator[Form]:
-    """Yield the forms to try: as configured, without each operator that was used, without all.
+    """Yield the forms to try: as configured, without the kernels of each operator, without all.
 
-    Each comes without compilation, too. All processes must take the same number of them.
+    Each comes compiled, if that is configured, and not compiled. All processes must take the same
+    number of forms, because they exchange what they used.
     """
     compiled_or_not = [True, False] if configured.compiled else [False]
 
@@ -158,7 +159,8 @@ def _forms(configured: Form, world: World) -> Iterator[Form]:
         for compiled in compiled_or_not:
             yield Form(compiled, (*configured.left_out, *operators))
 
-    def used() -> list[str]:  # an error may have hidden some operators in one process
+    def used() -> list[str]:
+        # In one process, an error may have come before some operators.
         return sorted(set().union(*world.exchange([*kernels.used])))
 
     yield from without(())
@@ -280,7 +282,7 @@ def prove_logits(gpt: GPT, runtime: Runtime, autocast: bool) -> None:
         with torch.inference_mode(), context:
             return compare({LOGITS: gpt(ids)}, expected, norms)
 
-    form, _ = fastest_right(difference_of, False, runtime.dtype, World(gpt.device))
+    form, _ = first_right(difference_of, False, runtime.dtype, World(gpt.device))
     proofs.write(form, {"logits": True})
 
 

@@ -241,7 +241,7 @@ def build_model(
 
 
 def prove(run: Run) -> None:
-    """Run the model in the fastest form with the right gradient on this GPU: see proof.py."""
+    """Run the model in the first form with the right gradient on this GPU: see proof.py."""
     config = run.config
     world = run.world
     gpt = run.gpt

@@ -144,7 +144,7 @@ def test_without_a_right_form_a_line_says_what_to_do():
     with pytest.raises(
         UserError, match=r"^embed.weight has norm 2, in plain torch 3, .* runtime.proof=false to go on$"
     ):
-        proof.fastest_right(difference, True, torch.bfloat16, WORLD)
+        proof.first_right(difference, True, torch.bfloat16, WORLD)
 
 
 def test_processes_that_used_different_operators_try_the_same_forms(monkeypatch):
@@ -158,7 +158,7 @@ def test_processes_that_used_different_operators_try_the_same_forms(monkeypatch)
         kernels.used.add("log attention")
         return Difference(0.0 if form == Form(False, ("the loss",)) else 1.0, "embed.weight")
 
-    form, _ = proof.fastest_right(difference, True, torch.bfloat16, WORLD)
+    form, _ = proof.first_right(difference, True, torch.bfloat16, WORLD)
     assert form == Form(False, ("the loss",))
     left_out = [(), ("log attention",), ("the loss",)]
     assert forms == [Form(compiled, names) for names in left_out for compiled in (True, False)]
@@ -227,7 +227,7 @@ def test_inference_compares_logits_once_and_uses_what_is_known(gpt, make_wrong, 
         prove_logits(gpt, HERE, autocast)
         assert kernels.left_out == {"log attention"}
         kernels.leave_out(())
-        monkeypatch.setattr(proof, "fastest_right", None)  # the second time, the outcome is known
+        monkeypatch.setattr(proof, "first_right", None)  # the second time, the outcome is known
 
 
 def test_a_run_proves_itself_once(tiny, make_wrong, monkeypatch, capsys):
