@@ -22,7 +22,7 @@ from torch import Tensor
 
 from common.settings import UserError
 from inference.generation import Generation, Prefix, Request
-from inference.sampling import NOT_FINITE, SamplingConfig, draw
+from inference.sampling import NOT_FINITE, draw
 from model.gpt import GPT
 from model.graphs import DecodingStep
 from model.state import cat_states, select_rows, state_bytes
@@ -294,37 +294,3 @@ def stream(engine: Engine, generation: Generation) -> Iterator[str]:
         text = generation.text
     if generation.error:
         raise generation.error
-
-
-def generate(
-    gpt: GPT,
-    prompt_ids: Tensor | Sequence[Tensor],
-    *,
-    n_vocab: int,
-    sampling: SamplingConfig | None = None,
-    generators: Sequence[torch.Generator | None] | None = None,
-) -> Iterator[Tensor]:
-    """Endlessly yield the next token of every text in the batch, (B,) int64.
-
-    Args:
-        prompt_ids: (B, T) with T at least 1; or texts (T,) of different lengths.
-        n_vocab: ids from here on, the padding of the embedding, are never drawn.
-        sampling: how to draw; None: from the model's own distribution.
-        generators: sources of randomness, on the CPU, one for each text.
-
-    Raises:
-        UserError: the model's logits are not finite.
-    """
-    engine = Engine(gpt, n_vocab, len(prompt_ids))
-    sampling = sampling or SamplingConfig()
-    texts = [Generation(Request(tuple(ids.tolist()), sampling=sampling)) for ids in prompt_ids]
-    for text, generator in zip(texts, generators or [None] * len(texts), strict=True):
-        text.generator = generator
-    engine.submit(texts)
-    while True:
-        engine.turn()
-        for text in texts:
-            if text.error:
-                raise text.error
-        drawn = [text.drawn[-1] for text in texts]
-        yield torch.tensor(drawn, device=gpt.device)

@@ -132,14 +132,13 @@ It runs in the engine's thread and must return at once.
 class Generation:
     """The continuation of a request. The engine calls its methods, and then reads `finished`."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None = None) -> None:
-        """`tokenizer`: None: generate only token ids, without end."""
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         self.request = request
         self.tokenizer = tokenizer
         # A class that has more settings would keep apart texts that are drawn in the same way.
         settings = request.sampling.model_dump(include=set(SamplingConfig.model_fields))
         self.sampling = SamplingConfig(**settings)
-        self.generator: torch.Generator | None = torch.Generator().manual_seed(request.seed)
+        self.generator = torch.Generator().manual_seed(request.seed)
         self.prefix: Prefix | None = None
         """The text as far as it is read; None once it is a row of the engine's batch."""
         self.n_read = 0
@@ -159,7 +158,7 @@ class Generation:
         """Set this to make the text leave with the engine's next turn."""
         self.tell: Tell = lambda update: None
         # It decodes the prompt, and after `end_prompt` the continuation.
-        self._stream = TextStream(tokenizer) if tokenizer else None
+        self._stream = TextStream(tokenizer)
         self._n_echoed = 0  # characters of the prompt in `text`
         self._later: list[Token] = []  # tokens that begin after `text`
 
@@ -171,8 +170,7 @@ class Generation:
     @property
     def n_tokens(self) -> int:
         """Tokens drawn, without the one that ended the text."""
-        end_ids = self.tokenizer.end_ids if self.tokenizer else ()
-        if self.drawn and self.drawn[-1] in end_ids:
+        if self.drawn and self.drawn[-1] in self.tokenizer.end_ids:
             return len(self.drawn) - 1
         return len(self.drawn)
 
@@ -187,17 +185,15 @@ class Generation:
         start = self.n_read
         self.prefix = prefix
         self.n_read += len(logits)
-        if self._stream and not self.may_skip:
+        if not self.may_skip:
             # Logits are those of the next token: the first token of a prompt has none.
             if start == 0 and self.request.prompt_start == 0:
                 self._later.append(Token(ids[0], 0, None, {}))
                 self._stream.push(ids[0])
-            self._push(self._stream, ids[start + 1 : self.n_read + 1], logits)
+            self._push(ids[start + 1 : self.n_read + 1], logits)
 
     def end_prompt(self) -> None:
         """Report the prompt if requested. There may be nothing else to report."""
-        if self.tokenizer is None:
-            return
         ids = self.request.ids[self.request.prompt_start :] if self.request.echo else ()
         text = self.tokenizer.decode_bytes(ids).decode(errors="replace")
         self._n_echoed = len(text)
@@ -207,13 +203,11 @@ class Generation:
     def accept(self, token_id: int, logits: Tensor) -> None:
         """Add a token drawn from `logits` (n_vocab,), and report the text that is certain now."""
         self.drawn.append(token_id)
-        if self.tokenizer is None or self._stream is None:
-            return
         if token_id in self.tokenizer.end_ids:
             is_end_of_text = token_id == self.tokenizer.eot_id
             self._add(self._stream.end(), "end_of_text" if is_end_of_text else "stop")
             return
-        text = self._push(self._stream, [token_id], logits.unsqueeze(0))
+        text = self._push([token_id], logits.unsqueeze(0))
         if self._stream.stopped:
             self._add(text, "stop")
         elif len(self.drawn) == self.request.max_tokens:
@@ -227,8 +221,9 @@ class Generation:
             self.error = error
             self.tell(error)
 
-    def _push(self, stream: TextStream, ids: Sequence[int], logits: Tensor) -> str:
+    def _push(self, ids: Sequence[int], logits: Tensor) -> str:
         """Push up to T tokens with their logits (T, n_vocab), and return their text."""
+        stream = self._stream
         if self.request.n_top is None:
             return "".join(map(stream.push, ids))
         text = ""

@@ -41,7 +41,7 @@ class SamplingConfig(Settings):
 def draw(
     logits: Tensor,
     samplings: Sequence[SamplingConfig],
-    generators: Sequence[torch.Generator | None],
+    generators: Sequence[torch.Generator],
 ) -> list[int]:
     """Draw the next token of every text, on the device of the logits.
 
@@ -50,8 +50,7 @@ def draw(
 
     Args:
         logits: (B, V).
-        generators: sources of randomness, on the CPU, one for each text; None: torch's own. A draw
-            takes one number.
+        generators: sources of randomness, on the CPU, one for each text. A draw takes one number.
     """
     numbers = [torch.rand((), dtype=torch.float64, generator=source) for source in generators]
     uniform = torch.stack(numbers).to(logits.device)

@@ -5,8 +5,12 @@ import torch
 from common.settings import decode
 from data.chat import ChatTokenizer
 from data.tokenizer import BytesConfig, build_tokenizer
+from inference.engine import CHUNK, read
 from inference.generation import Generation
+from inference.sampling import SamplingConfig, draw
 from model.gpt import GPT, GPTConfig
+from model.graphs import DecodingStep
+from model.state import cat_states
 
 BYTES = build_tokenizer(BytesConfig(name="bytes"))
 CHAT = ChatTokenizer(BYTES)
@@ -19,6 +23,24 @@ def gpt_of(eot_id=None, **changes):
     raw |= {"position": "log_recurrence"} | changes
     raw = {key: {"name": value} if isinstance(value, str) else value for key, value in raw.items()}
     return GPT(decode(GPTConfig, raw), eot_id).eval()
+
+
+def drawn_without_engine(gpt, prompts, n, n_vocab, sampling=None, seed=0):
+    """The next n tokens of texts of any lengths, (B, n), drawn from what the model gives for one after the other."""
+    texts = []
+    for prompt in prompts:
+        prefix = None
+        for chunk in prompt.unsqueeze(0).split(CHUNK, dim=1):
+            prefix, _ = read(gpt, chunk, n_vocab, prefix)
+        texts.append(prefix)
+    prefix, step = cat_states(texts), DecodingStep(gpt, len(texts))
+    sampling, generators = sampling or SamplingConfig(), [torch.Generator().manual_seed(seed) for _ in texts]
+    drawn = []
+    while len(drawn) < n:
+        if drawn:
+            prefix, _ = read(gpt, drawn[-1].unsqueeze(1), n_vocab, prefix, step)
+        drawn.append(torch.tensor(draw(prefix.logits, [sampling] * len(texts), generators)))
+    return torch.stack(drawn, dim=1)
 
 
 class Recorded(Generation):

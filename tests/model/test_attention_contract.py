@@ -14,10 +14,10 @@ import pytest
 import torch
 from gradients import naive
 from pydantic import TypeAdapter
+from texts import drawn_without_engine
 
 from common.console import say_once
 from common.settings import UserError, decode, variant_names
-from inference.engine import generate
 from inference.sampling import SamplingConfig
 from model.attention import ATTENTION, AttentionConfig
 from model.attention.base import AttentionSettings, Forgetting
@@ -337,9 +337,8 @@ def test_prompts_of_different_lengths_are_continued_as_each_alone(case, position
     prompts = [ids(n, seed=n)[0] for n in (5, 1, 30)]
     steps = 6
 
-    def greedy(prompt):
-        tokens = generate(gpt, prompt, n_vocab=11, sampling=SamplingConfig(temperature=0))
-        return torch.stack([*itertools.islice(tokens, steps)], dim=1)
+    def greedy(prompts):
+        return drawn_without_engine(gpt, prompts, steps, 11, SamplingConfig(temperature=0))
 
     together = greedy(prompts)
     for row, prompt in enumerate(prompts):

@@ -5,14 +5,13 @@ import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice, takewhile
+from itertools import takewhile
 
 import pytest
 import torch
 from printed import assert_one_line
-from texts import CHAT
+from texts import CHAT, drawn_without_engine
 
-from inference.engine import generate
 from inference.sampling import SamplingConfig
 
 pytest.importorskip("fastapi", reason="the server's packages are not installed: pip install -e '.[serve]'")
@@ -53,16 +52,14 @@ def streamed(client, path="/v1/completions", **body):
 
 
 def expected(gpt, prompt, n, seed=None, **sampling):
-    """The continuation by `generate`."""
+    """The continuation by the model alone."""
     drawn = drawn_by(gpt, [*prompt.encode()], n, seed, **sampling)
     return bytes(takewhile(lambda token: token < 256, drawn)).decode(errors="replace")
 
 
 def drawn_by(gpt, ids, n, seed=None, **sampling):
-    generators, sampling = [torch.Generator().manual_seed(seed or 0)], SamplingConfig(**sampling)
-    ids, n_vocab = torch.tensor([[256, *ids]]), gpt.config.n_vocab
-    tokens = generate(gpt, ids, n_vocab=n_vocab, sampling=sampling, generators=generators)
-    return [int(token.item()) for token in islice(tokens, n)]
+    prompts = torch.tensor([[256, *ids]])
+    return drawn_without_engine(gpt, prompts, n, gpt.config.n_vocab, SamplingConfig(**sampling), seed or 0)[0].tolist()
 
 
 def test_a_completion_is_what_the_model_generates(client, make_gpt):
