@@ -58,19 +58,61 @@ class Source(Settings):
         """
         if isinstance(raw.content, Unreadable):
             raise raw.content
-        content, set_name = self.content_and_set(raw.content)
-        if self.is_chat:
-            messages, record = content
-            return Document(_conversation(messages), set_name, _unread_keys(record, messages))
-        if not isinstance(content, str | np.ndarray):
-            raise Unreadable("text is not a string")
-        if not len(content):
-            raise Unreadable("empty document")
-        return Document(content, set_name)
+        return self.document_of(raw.content)
 
-    def content_and_set(self, content: Any) -> tuple[Any, str]:
-        """Return the text, ids or messages in an item, and the set that counts them."""
-        return content, self.name
+    def document_of(self, content: Any) -> Document:
+        """Return the document that was read: here a text, or ids. Raises Unreadable."""
+        return _document(content, self.name)
+
+
+def _document(content: Any, set_name: str) -> Document:
+    if not isinstance(content, str | np.ndarray):
+        raise Unreadable("text is not a string")
+    if not len(content):
+        raise Unreadable("empty document")
+    return Document(content, set_name)
+
+
+class RecordSource(Source):
+    """A source of records: JSON lines, or the rows of a dataset."""
+
+    text_field: str
+    """The key of the text, or of the messages of a conversation.
+
+    The set is `meta.pile_set_name` where there is one, else `name`.
+    """
+
+    def document_of(self, content: Any) -> Document:
+        """Return the document in a record, or in a line of JSON. Raises Unreadable."""
+        if isinstance(content, str):  # a text beside files of JSON lines
+            return super().document_of(content)
+        record = parse_line(content) if isinstance(content, bytes | bytearray) else content
+        fields = record if isinstance(record, dict) else {}
+        set_name = _set_of(fields) or self.name
+        if not self.is_chat:
+            text = fields.get(self.text_field)
+            if text is None:
+                raise self._lacking(NO_TEXT, fields)
+            return _document(text, set_name)
+        messages = _messages(fields, self.text_field)
+        if isinstance(record, list):  # as nanochat writes a conversation
+            messages = record
+        if messages is None:
+            raise self._lacking(NO_CONVERSATION, fields)
+        return Document(_conversation(messages), set_name, _unread_keys(fields, messages))
+
+    def _lacking(self, reason: str, fields: JsonDict) -> Unreadable:
+        """Build the error for a record without its text, which names the keys that it has."""
+        keys = [repr(key[:40]) for key in fields if key != self.text_field]
+        return Unreadable(reason, about=f" with {some_of(keys)}" if keys else "")
+
+
+def _set_of(fields: JsonDict) -> str | None:
+    """Return the set that a record names, as the Pile's do."""
+    meta = fields.get("meta")
+    name = meta.get("pile_set_name") if isinstance(meta, dict) else None
+    # Names are printed to terminals.
+    return name if isinstance(name, str) and name.isprintable() and name else None
 
 
 class FileSource(Source):
@@ -268,14 +310,8 @@ class NamedFiles(FileSource):
         return files
 
 
-class LineFiles(NamedFiles):
+class LineFiles(RecordSource, NamedFiles):
     """Files of JSON lines."""
-
-    text_field: str
-    """The key that holds the text of a line.
-
-    The set is `meta.pile_set_name` where there is one, else `name`.
-    """
 
     def read(self, path: Path, count_bytes: CountBytes) -> Iterator[Any]:
         """Yield the lines of a file of JSON lines; a blank line is not a document."""
@@ -287,12 +323,6 @@ class LineFiles(NamedFiles):
             if begin.startswith(b"[") and not self.is_chat:
                 raise Unreadable(ARRAY)
             yield line if line.strip() else None
-
-    def content_and_set(self, content: Any) -> tuple[Any, str]:
-        """Parse a line; other content is a document."""
-        if isinstance(content, bytes | bytearray):
-            return _text_of(parse_line(content), self)
-        return super().content_and_set(content)
 
 
 class TextSource(LineFiles, defaults="data/text"):
@@ -349,10 +379,6 @@ class ChatSource(LineFiles, defaults="data/chat"):
         for record in records:
             yield json.dumps(record).encode()  # a line, as other files have
 
-    def content_and_set(self, content: Any) -> tuple[Any, str]:
-        """Return the messages of a line."""
-        return _messages_of(parse_line(content), self)
-
 
 def _begins_array(line: bytes | bytearray | None) -> bool:
     """Whether a file that begins with this line is one array of conversations.
@@ -369,7 +395,7 @@ def _begins_array(line: bytes | bytearray | None) -> bool:
     return not (isinstance(first, dict) and first.keys() & {"role", "from"})
 
 
-class HubSource(Source, defaults="data/hf"):
+class HubSource(RecordSource, defaults="data/hf"):
     """A Hugging Face dataset, streamed.
 
     It is one with a file in configs/data, or any other with a text column.
@@ -392,12 +418,6 @@ class HubSource(Source, defaults="data/hf"):
     """A commit or tag of the dataset; null: the newest."""
     data_files: PathText | list[PathText] | None
     """Only these files, in the hub's dataset or, for a builder, here; null: all."""
-    text_field: str
-    """The column that holds the text, or the messages of conversations.
-
-    The set is `meta.pile_set_name` where there is one, else `name`.
-    """
-
     chat: bool
     """Whether the rows are conversations, in a shape that data=chat reads.
 
@@ -459,10 +479,6 @@ class HubSource(Source, defaults="data/hf"):
                 f"data.path={self.path} fails at row {number + 1} ({error}): {_ADVICE}"
             ) from None
 
-    def content_and_set(self, content: Any) -> tuple[Any, str]:
-        """Return what a row holds."""
-        return _messages_of(content, self) if self.is_chat else _text_of(content, self)
-
     def _open(self, first: int) -> Any:
         """Open the stream after its first rows. The library itself retries lost connections."""
         from datasets import DatasetDict, load_dataset, load_from_disk
@@ -517,63 +533,27 @@ def passages(chunks: Iterable[str]) -> Iterator[str]:
     after a line; and within a line of a million characters. An empty text is one empty passage.
     """
     text = ""
-    start = 0
     for chunk in chunks:
-        text = text[start:] + chunk
-        start = 0
-        # A passage ends where it would if the text came at once.
-        while len(text) - start > _LONGEST_PASSAGE:
-            stop = _end_of_passage(text, start)
-            yield text[start:stop]
-            start = stop
-    while len(text) - start > 2 * _PASSAGE:
-        stop = _end_of_passage(text, start)
+        # These passages end where they would if the text came at once.
+        *complete, text = _cut(text + chunk, _LONGEST_PASSAGE)
+        yield from complete
+    yield from _cut(text, 2 * _PASSAGE)
+
+
+def _cut(text: str, longest: int) -> list[str]:
+    """Cut passages off the beginning of a text, until the last one is not longer than `longest`."""
+    passages = []
+    start = 0
+    while len(text) - start > longest:
+        near = start + _PASSAGE
+        end = min(start + _LONGEST_PASSAGE, len(text))
+        cut = _BLANK_LINES.search(text, near, near + _PASSAGE) or _LINE_END.search(text, near, end)
+        stop = cut.end() if cut else end
         if stop == len(text):
             break
-        yield text[start:stop]
+        passages.append(text[start:stop])
         start = stop
-    yield text[start:]
-
-
-def _end_of_passage(text: str, start: int) -> int:
-    near = start + _PASSAGE
-    end = min(start + _LONGEST_PASSAGE, len(text))
-    cut = _BLANK_LINES.search(text, near, near + _PASSAGE) or _LINE_END.search(text, near, end)
-    return cut.end() if cut else end
-
-
-def _text_of(record: Any, source: LineFiles | HubSource) -> tuple[Any, str]:
-    """Return the text of a record, and its set. Raises Unreadable."""
-    fields = record if isinstance(record, dict) else {}
-    content = fields.get(source.text_field)
-    if content is None:
-        raise _lacking(NO_TEXT, fields, source)
-    return content, _set_of(fields, source)
-
-
-def _messages_of(record: Any, source: LineFiles | HubSource) -> tuple[tuple[Any, Any], str]:
-    """Return the messages of a record with the record itself, and its set. Raises Unreadable."""
-    if isinstance(record, list):  # as nanochat writes a conversation
-        return (record, {}), source.name
-    fields = record if isinstance(record, dict) else {}
-    messages = _messages(fields, source.text_field)
-    if messages is None:
-        raise _lacking(NO_CONVERSATION, fields, source)
-    return (messages, fields), _set_of(fields, source)
-
-
-def _lacking(reason: str, fields: JsonDict, source: LineFiles | HubSource) -> Unreadable:
-    """Build the error for a record without its text, which names the keys that it has."""
-    keys = [repr(key[:40]) for key in fields if key != source.text_field]
-    return Unreadable(reason, about=f" with {some_of(keys)}" if keys else "")
-
-
-def _set_of(fields: JsonDict, source: LineFiles | HubSource) -> str:
-    meta = fields.get("meta")
-    name = meta.get("pile_set_name") if isinstance(meta, dict) else None
-    if not isinstance(name, str) or not name.isprintable() or name == "":
-        return source.name  # names are printed to terminals
-    return name
+    return [*passages, text[start:]]
 
 
 def _messages(record: JsonDict, text_field: str) -> Any:
