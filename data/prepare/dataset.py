@@ -180,7 +180,7 @@ def _write(config: PrepareConfig, plan: Plan, folder: Path) -> Manifest:
         say(f"continuing {folder}, which has {count(len(spans), 'span')}")
     if not is_whole(spans):
         sizes = plan.prepared["input"].values()
-        with _Reading("reading, bytes", None if None in sizes else sum(sizes)) as track:
+        with Track("reading, bytes", None if None in sizes else sum(sizes)) as track:
             after = spans[-1].last if spans else None
             items = _read(config, plan, folder, after, track)
             with contextlib.closing(items):
@@ -188,16 +188,8 @@ def _write(config: PrepareConfig, plan: Plan, folder: Path) -> Manifest:
     return finish(folder, plan, spans, config.out_dir)
 
 
-class _Reading(Track):
-    """Shows how many bytes of the input have been read."""
-
-    def count_bytes(self, n_bytes: int) -> None:
-        """Count bytes of the input."""
-        self.done += n_bytes
-
-
 def _read(
-    config: PrepareConfig, plan: Plan, folder: Path, after: Position | None, track: _Reading
+    config: PrepareConfig, plan: Plan, folder: Path, after: Position | None, track: Track
 ) -> Generator[Item, None, None]:
     """Yield the items after a position.
 
@@ -208,7 +200,7 @@ def _read(
     source = config.data
     if isinstance(source, TokenSource):
         source = source.ended_by(plan.tokenizer.eot_id)
-    raws = source.documents(track.count_bytes, after)
+    raws = source.documents(track.advance, after)
     workers = config.workers or os.cpu_count() or 1
     is_start = after is None
     n_items = 0

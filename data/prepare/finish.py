@@ -11,7 +11,7 @@ from common.console import count, say, show_table, table_of, warn
 from common.files import make_directory, sync_directory, write_json
 from common.settings import UserError, printable
 from data.prepare.items import REMEDIES
-from data.prepare.spans import Plan, Span, damaged, number_of, remove, span_dir
+from data.prepare.spans import Plan, Span, number_of, remove, span_dir, unusable
 from data.shards import (
     MANIFEST,
     TOKENIZER,
@@ -80,13 +80,13 @@ def _move(folder: Path, moves: list[tuple[Path, str]], manifest: Manifest, out_d
             os.replace(source, directory / name)
         except FileNotFoundError:  # it has been moved, or lost
             if not (directory / name).exists():
-                raise damaged(folder, f"{source.relative_to(folder)} is missing") from None
+                raise unusable(folder, f"{source.relative_to(folder)} is missing") from None
     sync_directory(directory)
     write_json(directory / MANIFEST, manifest.model_dump(mode="json"))
     try:
         read_manifest(directory)
     except UserError as error:
-        raise damaged(folder, error) from None
+        raise unusable(folder, error) from None
     os.replace(directory, out_dir.resolve())
     sync_directory(out_dir.resolve().parent)
     remove(folder)

@@ -121,7 +121,7 @@ class Span(Settings):
         return sum(split.total.tokens for split in self.splits.values())
 
 
-def damaged(folder: Path, error: object) -> UserError:
+def unusable(folder: Path, error: object) -> UserError:
     """Build the error for a folder of spans that cannot be used any more."""
     return UserError(
         f"{folder} is damaged: delete it and run the command that made it again ({error})"
@@ -186,7 +186,7 @@ def begin(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
     try:
         begun = decode(Plan, read_json(folder / PLAN))
     except UserError as error:
-        raise damaged(folder, error) from None
+        raise unusable(folder, error) from None
     changes = begun.changes(plan)
     if changes:
         raise UserError(
@@ -214,7 +214,7 @@ def read_spans(folder: Path) -> list[Span]:
         try:
             spans.append(decode(Span, read_json(path)))
         except UserError as error:
-            raise damaged(folder, error) from None
+            raise unusable(folder, error) from None
     return spans
 
 
