@@ -110,35 +110,7 @@ class TrainBatches:
         return shuffled(sequences, len(self.rows), key=str(self.seed))
 
 
-class EvalBatches:
-    """Rows of a split to evaluate, in order: all of them, or `n_windows` spread evenly."""
-
-    def __init__(
-        self, stream: TokenStream, seq_len: int, stride: int, total: int, n_windows: int | None
-    ) -> None:
-        self.stream = stream
-        self.seq_len = seq_len
-        self.stride = stride
-        self.total = total
-        self.n_windows = total if n_windows is None else min(n_windows, total)
-
-    def __len__(self) -> int:
-        return self.n_windows
-
-    def ranges(self, number: int) -> Ranges:
-        """Return where a row's targets are in the split."""
-        raise NotImplementedError
-
-    def read(self, number: int) -> Batch:
-        """Return the token ids and targets of a row, int64 (seq_len,)."""
-        raise NotImplementedError
-
-    def rows(self, start: int, stop: int) -> Batch:
-        """Return rows [start, stop): token_ids and targets, int64 (stop - start, seq_len)."""
-        return _read_rows(self, range(start, stop))
-
-
-def _read_rows(rows: Rows | EvalBatches, numbers: Sequence[int]) -> Batch:
+def _read_rows(rows: "Rows | EvalWindows", numbers: Sequence[int]) -> Batch:
     """Return the rows with these numbers: token_ids and targets, int64 (n, seq_len)."""
     token_ids = np.empty((len(numbers), rows.seq_len), np.int64)
     targets = np.empty_like(token_ids)
@@ -147,32 +119,26 @@ def _read_rows(rows: Rows | EvalBatches, numbers: Sequence[int]) -> Batch:
     return token_ids, targets
 
 
-class EvalWindows(EvalBatches):
-    """A text's windows: every target once.
+class EvalWindows:
+    """A text cut into rows of seq_len targets, the last one filled up: every target once.
 
     With a `stride`, each window begins that many tokens after the previous one, and only its new
     tokens are targets: except in the first window, every target has at least seq_len - stride
     tokens before it.
     """
 
-    def __init__(
-        self,
-        stream: TokenStream,
-        seq_len: int,
-        n_windows: int | None = None,
-        stride: int | None = None,
-    ) -> None:
-        n_targets = stream.n_tokens - 1
-        seq_len = min(seq_len, max(1, n_targets))  # no window is longer than the text
-        stride = min(stride or seq_len, seq_len)
-        total = 0
-        if n_targets > 0:
-            total = 1 + ceil_div(n_targets - seq_len, stride)
-        super().__init__(stream, seq_len, stride, total, n_windows)
+    def __init__(self, stream: TokenStream, seq_len: int, stride: int | None = None) -> None:
+        self.stream = stream
+        self.seq_len = min(seq_len, max(1, stream.n_tokens - 1))  # at most the whole text
+        self.stride = min(stride or self.seq_len, self.seq_len)
+
+    def __len__(self) -> int:
+        n_targets = self.stream.n_tokens - 1
+        return 1 + ceil_div(n_targets - self.seq_len, self.stride) if n_targets > 0 else 0
 
     def bounds(self, number: int) -> tuple[int, int]:
         """Return [start, stop) of a window's tokens in the split. Targets are one token later."""
-        start = number * self.total // self.n_windows * self.stride
+        start = number * self.stride
         return start, min(start + self.seq_len, self.stream.n_tokens - 1)
 
     def ranges(self, number: int) -> Ranges:
@@ -195,49 +161,60 @@ class EvalWindows(EvalBatches):
         return token_ids, targets
 
 
-class EvalConversations(EvalBatches):
-    """A split's conversations: every answer once."""
-
-    def __init__(self, stream: TokenStream, seq_len: int, n_windows: int | None = None) -> None:
-        self.packed = Conversations(stream, seq_len)
-        super().__init__(stream, seq_len, seq_len, len(self.packed), n_windows)
-
-    def ranges(self, number: int) -> Ranges:
-        """Return where a row's targets are in the split."""
-        return self.packed.ranges(number * self.total // self.n_windows)
-
-    def read(self, number: int) -> Batch:
-        """Return the token ids and targets of a row, int64 (seq_len,)."""
-        return self.packed.read(number * self.total // self.n_windows)
-
-
-def eval_batches(
-    stream: TokenStream, seq_len: int, n_windows: int | None = None, stride: int | None = None
-) -> EvalBatches:
-    """Return a split's conversations if the loss is on answers, else its windows."""
-    if stream.loss == "answers":
-        return EvalConversations(stream, seq_len, n_windows)
-    return EvalWindows(stream, seq_len, n_windows, stride)
-
-
 class CutWindows(EvalWindows):
-    """The windows of an EvalWindows without stride, cut into shorter ones.
+    """Windows without stride, cut into shorter ones: the targets are the same for any seq_len."""
 
-    The targets are the same for any seq_len.
-    """
-
-    def __init__(self, whole: EvalWindows, seq_len: int) -> None:
+    def __init__(self, whole: EvalWindows, n_windows: int | None, seq_len: int) -> None:
+        """Cut `n_windows` of the windows, spread evenly, or all."""
         super().__init__(whole.stream, seq_len)
         self._bounds: list[tuple[int, int]] = []
-        for i in range(len(whole)):
-            start, stop = whole.bounds(i)
+        for number in _spread(len(whole), n_windows):
+            start, stop = whole.bounds(number)
             for first in range(start, stop, seq_len):
                 self._bounds.append((first, min(first + seq_len, stop)))
-        self.n_windows = len(self._bounds)
+
+    def __len__(self) -> int:
+        return len(self._bounds)
 
     def bounds(self, number: int) -> tuple[int, int]:
         """Return [start, stop) of a window's tokens in the split."""
         return self._bounds[number]
+
+
+def _spread(total: int, n: int | None) -> list[int]:
+    """Return n numbers below `total`, spread evenly; all if n is None or larger."""
+    n = total if n is None else min(n, total)
+    return [i * total // n for i in range(n)]
+
+
+class EvalBatches:
+    """Rows of a split to evaluate, in order: all of them, or `n_rows` spread evenly."""
+
+    def __init__(self, rows: EvalWindows | Conversations, n_rows: int | None = None) -> None:
+        self.all_rows = rows
+        self.stream = rows.stream
+        self.seq_len = rows.seq_len
+        self._numbers = _spread(len(rows), n_rows)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def ranges(self, number: int) -> Ranges:
+        """Return where a row's targets are in the split."""
+        return self.all_rows.ranges(self._numbers[number])
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """Return rows [start, stop): token_ids and targets, int64 (stop - start, seq_len)."""
+        return _read_rows(self.all_rows, self._numbers[start:stop])
+
+
+def eval_batches(
+    stream: TokenStream, seq_len: int, n_rows: int | None = None, stride: int | None = None
+) -> EvalBatches:
+    """Return a split's conversations if the loss is on answers, else its windows."""
+    if stream.loss == "answers":
+        return EvalBatches(Conversations(stream, seq_len), n_rows)
+    return EvalBatches(EvalWindows(stream, seq_len, stride), n_rows)
 
 
 T = TypeVar("T")

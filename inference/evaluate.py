@@ -194,7 +194,7 @@ def measure(evaluation: Evaluation, world: World) -> JsonDict:
         "loss_of": windows.stream.loss,
         **figures(total(list(set_losses.values()))),
         "seq_len": windows.seq_len,
-        "stride": windows.stride,
+        "stride": min(config.stride or windows.seq_len, windows.seq_len),
         "context_windows": config.context_windows,
         "sets": {
             name: figures(set_losses[name]) for name in largest_first if set_losses[name].tokens
@@ -212,8 +212,8 @@ def _measure_context(
 ) -> JsonDict:
     """Return the loss in windows of `context` tokens, cut from those of the longest context."""
     stream = evaluation.windows.stream
-    longest = EvalWindows(stream, max(evaluation.contexts), evaluation.config.context_windows)
-    windows = CutWindows(longest, context)
+    longest = EvalWindows(stream, max(evaluation.contexts))
+    windows = EvalBatches(CutWindows(longest, evaluation.config.context_windows, context))
     rows = max(1, evaluation.config.micro_batch * evaluation.windows.seq_len // context)
     by_position = _PositionSums(context, byte_lengths)
     for _, targets, losses in window_losses(

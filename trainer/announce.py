@@ -6,7 +6,6 @@ from statistics import harmonic_mean, mean
 from common.console import Track, count, say, warn
 from common.settings import JsonDict
 from data.conversations import Conversations
-from data.loader import EvalConversations
 from data.mixture import epochs
 from model.attention import AttentionConfig
 from runtime.device import is_compiled
@@ -146,9 +145,10 @@ def _device(run: Run) -> str:
 def _kept(run: Run) -> str:
     config = run.config
     windows = run.windows
-    if isinstance(windows, EvalConversations):
-        share = "all" if len(windows) == windows.total else f"{len(windows):,} of"
-        text = f"the answers of {share} {windows.packed.summary()}"
+    rows = windows.all_rows
+    if isinstance(rows, Conversations):
+        share = "all" if len(windows) == len(rows) else f"{len(windows):,} of"
+        text = f"the answers of {share} {rows.summary()}"
     else:
         n_tokens = windows.stream.n_tokens - 1
         n_read = min(len(windows) * windows.seq_len, n_tokens)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.settings import decode
-from data.loader import EvalWindows
+from data.loader import eval_batches
 from data.shards import TokenStream, read_manifest
 from data.tokenizer import load_tokenizer
 from inference.evaluate import EvaluateConfig, run_evaluation
@@ -59,7 +59,7 @@ def test_the_whole_split_token_by_token(gpt, val, dataset_dir, micro_batch):
     tokenizer = load_tokenizer(dataset_dir / "tokenizer.json")
     tokens = torch.from_numpy(val.read(0, val.n_tokens))
     assert (val.n_tokens - 1) % SEQ_LEN, "the last window must be ragged for this to be a test"
-    loss = measure(gpt, EvalWindows(val, SEQ_LEN), tokenizer, micro_batch)
+    loss = measure(gpt, eval_batches(val, SEQ_LEN), tokenizer, micro_batch)
     nats = direct_nats(gpt, tokens)
     text = b"".join(tokenizer.decode_bytes([i]) for i in tokens[1:].tolist() if i != tokenizer.eot_id)
     assert (loss.tokens, loss.bytes) == (val.n_tokens - 1, len(text))
@@ -70,7 +70,7 @@ def test_the_whole_split_token_by_token(gpt, val, dataset_dir, micro_batch):
 
 
 def test_evaluation_leaves_the_model_training_and_without_gradients(gpt, val, dataset_dir):
-    measure(gpt, EvalWindows(val, SEQ_LEN, 2), load_tokenizer(dataset_dir / "tokenizer.json"), 2)
+    measure(gpt, eval_batches(val, SEQ_LEN, 2), load_tokenizer(dataset_dir / "tokenizer.json"), 2)
     assert gpt.training
     assert all(p.grad is None for p in gpt.parameters())
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from common.settings import UserError, decode
-from data.loader import EvalWindows
+from data.loader import eval_batches
 from data.prepare.dataset import PrepareConfig, prepare
 from data.prepare.items import OUT_OF_RANGE
 from data.prepare.verify import verify
@@ -77,7 +77,8 @@ def test_shards_of_every_format_come_back_as_they_are(tmp_path, folder, write, n
         split: ids.count(END) for split, ids in ended.items()
     }
     stream = TokenStream(tmp_path / "out", manifest, "val")
-    windows, targets = EvalWindows(stream, 8).rows(0, len(EvalWindows(stream, 8)))
+    batches = eval_batches(stream, 8)
+    windows, targets = batches.rows(0, len(batches))
     assert [*windows[:, 0].tolist(), *targets[0].tolist()] == [*ended["val"][:-1:8], *ended["val"][1:9]]
 
 
