@@ -5,6 +5,6 @@ exit status 1 or 2; `--debug` shows the traceback instead.
 """
 
 from cli.command import command
-from cli.compose import CONFIGS, compose, to_dict
+from cli.compose import CONFIGS, compose
 
-__all__ = ["CONFIGS", "command", "compose", "to_dict"]
+__all__ = ["CONFIGS", "command", "compose"]

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, get_type_hints
 import yaml
 from pydantic import create_model
 
-from cli.compose import compose, to_dict
+from cli.compose import compose
 from cli.help import help_of, with_comments
 from cli.stored_settings import compose_run
 from cli.sweep import Command, run_sweep
@@ -83,17 +83,40 @@ def command(
         has_begun = True
         return function(decoded) if settings else function(**dict(decoded))
 
+    status: int | str | None = 0
     try:
-        status = reported(
-            lambda: _run(config_name, work, texts, debug, after_sweep),
-            lambda: has_begun,
-            debug,
-            when_interrupted,
-        )
+        _run(config_name, work, texts, debug, after_sweep)
+        sys.stdout.flush()  # here, where its failure is reported
     except SystemExit as stopped:
-        exits.leave(stopped.code)
+        status = stopped.code
+    except KeyboardInterrupt:
+        status = _failed(when_interrupted, 130)
+    except Exception as error:
+        message = _line_for(error)
+        if debug or not message:
+            raise
+        is_wrong_option = isinstance(error, UserError) and not has_begun
+        status = _failed(message, exits.WRONG_OPTIONS if is_wrong_option else 1)
     if status or exits.at_once:
         exits.leave(status)
+
+
+def _line_for(error: Exception) -> str | None:
+    """Return the line that reports a mistake or a missing package; None: a bug."""
+    if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
+        return f"{error.name} is not installed: pip install -e '.[{EXTRAS[error.name]}]'"
+    return line_for(error)
+
+
+def _failed(message: str, status: int) -> int:
+    """Print an error line, and return the exit status."""
+    rank = os.environ.get("LOCAL_RANK", "0")
+    if rank != "0":
+        # If all processes fail, the first of a machine reports it, and torchrun ends the others.
+        time.sleep(2)
+        message = f"process {rank}: {message}"
+    print_error(message)
+    return status
 
 
 def _with_texts(config: JsonDict, texts: dict[str, str]) -> JsonDict:
@@ -112,37 +135,6 @@ def _arguments(function: Command) -> type[Settings]:
     types = get_type_hints(function, include_extras=True)
     fields: dict[str, Any] = {name: (kind, ...) for name, kind in types.items() if name != "return"}
     return create_model("Arguments", __base__=Settings, **fields)
-
-
-def reported(
-    run: Callable[[], None], has_begun: Callable[[], bool], debug: bool, when_interrupted: str
-) -> int:
-    """Run, and return the exit status. Report a mistake or a missing package in one line."""
-    status = 1
-    try:
-        run()
-        sys.stdout.flush()  # here, where its failure is reported
-        return 0
-    except KeyboardInterrupt:
-        message = when_interrupted
-        status = 130
-    except ModuleNotFoundError as error:
-        if debug or error.name not in EXTRAS:
-            raise
-        message = f"{error.name} is not installed: pip install -e '.[{EXTRAS[error.name]}]'"
-    except Exception as error:
-        message = line_for(error) or ""
-        if isinstance(error, UserError) and not has_begun():
-            status = exits.WRONG_OPTIONS
-        if debug or not message:
-            raise
-    rank = os.environ.get("LOCAL_RANK", "0")
-    if rank != "0":
-        # If all processes fail, the first of a machine reports it, and torchrun ends the others.
-        time.sleep(2)
-        message = f"process {rank}: {message}"
-    print_error(message)
-    return status
 
 
 def _run(
@@ -171,7 +163,7 @@ def _run(
     if config_name in ("train", "plan"):
         config = compose_run(config_name, overrides, flags.config_dir, complete=not flags.cfg)
     else:
-        config = to_dict(compose(config_name, overrides, flags.config_dir), complete=not flags.cfg)
+        config = compose(config_name, overrides, flags.config_dir, complete=not flags.cfg)
     if flags.cfg == "run_dir":  # for scripts that look into the folder
         print(config["run_dir"])
     elif flags.cfg:

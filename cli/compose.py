@@ -32,13 +32,18 @@ _TEXTS = re.compile(
 """The last words of keys whose values are texts, even if they look like numbers."""
 
 
-def compose(config_name: str, overrides: list[str], config_dir: str | None = None) -> DictConfig:
+def compose(
+    config_name: str, overrides: list[str], config_dir: str | None = None, complete: bool = True
+) -> JsonDict:
     """Compose configs/<config_name>.yaml with these options.
 
-    `config_dir`: a folder with further members of groups.
+    Args:
+        config_dir: a folder with further members of groups.
+        complete: whether required values must be given; else "???" stands for them.
 
     Raises:
-        UserError: an option or a file does not exist, or a file is not a configuration.
+        UserError: an option or a file does not exist, a file is not a configuration, or a required
+            value is missing.
     """
     options = read_options(overrides)
     if config_dir:
@@ -49,22 +54,17 @@ def compose(config_name: str, overrides: list[str], config_dir: str | None = Non
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            return hydra.compose(config_name, options)
+            composed = hydra.compose(config_name, options)
     except (HydraException, OmegaConfBaseException, OSError, yaml.YAMLError) as error:
         raise UserError(explain(error, config_name)) from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         # Hydra does not check all values, nor what a file sets under `hydra`.
         raise UserError(f"Hydra cannot compose this configuration: {error}") from error
+    return _plain(composed, complete)
 
 
-def to_dict(composed: DictConfig, complete: bool = True) -> JsonDict:
-    """Return a composed configuration as plain data.
-
-    If it need not be `complete`, "???" stands for required values.
-
-    Raises:
-        UserError: a required value is missing, or a value refers to something that does not exist.
-    """
+def _plain(composed: DictConfig, complete: bool) -> JsonDict:
+    """Return a composed configuration as plain data. Raises UserError: a value is missing."""
     try:
         plain: JsonDict = OmegaConf.to_container(composed, resolve=True, throw_on_missing=complete)  # type: ignore
     except MissingMandatoryValue as error:

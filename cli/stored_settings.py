@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from cli.compose import compose, keys_and_values, to_dict, value_at
+from cli.compose import compose, keys_and_values, value_at
 from common.config_files import group_values, groups_of
 from common.files import read_json
 from common.settings import JsonDict, UserError
@@ -28,7 +28,7 @@ def compose_run(
     complete, or delete a key (~KEY).
 
     Args:
-        complete: as for `to_dict`.
+        complete: as for `compose`.
         job: the folder of a sweep's job in run_dir. A job does not use a run's settings.
 
     Raises:
@@ -95,7 +95,7 @@ def _composed(
     trackers = [name for name in groups_of("train")["tracker"] if value_at(stored, "tracker", name)]
     if trackers and "tracker" not in typed:
         chosen.append(f"tracker=[{','.join(trackers)}]")
-    composed = to_dict(compose(config_name, [*chosen, *options], config_dir), complete)
+    composed = compose(config_name, [*chosen, *options], config_dir, complete)
     fixed_keys = {key.replace("/", ".") for key in typed} | _OF_ONE_COMMAND
     return _merged(composed, stored, fixed_keys)
 

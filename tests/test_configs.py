@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from cli import compose as compose_command
-from cli import to_dict
 from common.config_files import CONFIGS
 from common.settings import Settings, decode
 from data.prepare.dataset import PrepareConfig
@@ -34,7 +33,7 @@ MEMBERS = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONF
 @functools.cache
 def compose(root, *overrides):
     """The plain dict that a command gets."""
-    return to_dict(compose_command(root, [*filter(None, [ROOTS[root][1]]), *overrides]))
+    return compose_command(root, [*filter(None, [ROOTS[root][1]]), *overrides])
 
 
 def assert_every_field_is_listed(settings, raw, where):

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from printed import assert_one_line, commands_in
 
-from cli import compose, to_dict
+from cli import compose
 from cli.compose import read_options
 from common.command_line import overrides
 from common.settings import UserError, decode
@@ -118,7 +118,7 @@ def test_the_commands_of_a_help_and_of_a_docstring_reach_their_work(command, goe
 def write_run(folder):
     """What `run_dir=` alone reads of a run."""
     folder.mkdir(parents=True)
-    settings = decode(TrainConfig, to_dict(compose("train", ["experiment=quickstart"]))).model_dump(mode="json")
+    settings = decode(TrainConfig, compose("train", ["experiment=quickstart"])).model_dump(mode="json")
     (folder / "config.json").write_text(json.dumps({"config": settings}))
 
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from printed import assert_one_line
 
-from cli import compose, to_dict
+from cli import compose
 from common.command_line import Items
 from common.files import name_of
 from common.settings import Settings, decode
@@ -95,7 +95,7 @@ def test_what_is_given_counts_and_names_of_groups_are_files_of_ours(command, tin
     run, found = tmp_path / "run", []
     monkeypatch.setattr("trainer.loop.fit", found.append)
     options = [arg for arg in tiny_args if "run_dir" not in arg]
-    settings = to_dict(compose("train", [*options, "schedule=cosine", f"run_dir={run}"]))
+    settings = compose("train", [*options, "schedule=cosine", f"run_dir={run}"])
     settings["tracker"] = {"wandb": {"every": 3}}
     settings["schedule"]["name"] = "../../strange"
     settings["forgotten"] = {"key": 1}
@@ -130,7 +130,7 @@ def resumed(command, tmp_path, monkeypatch):
 
 
 def test_a_run_keeps_its_trackers(resumed):
-    settings = to_dict(compose("train", ["dataset_dir=x"]))
+    settings = compose("train", ["dataset_dir=x"])
     own = settings | {"tracker": {"wandb": {"every": 7, "mode": "offline", "project": "mine"}, "tensorboard": None}}
     wandb = resumed(own).tracker.wandb
     assert (wandb.every, wandb.mode, wandb.project) == (7, "offline", "mine")
@@ -144,14 +144,14 @@ def test_a_run_keeps_its_trackers(resumed):
 
 def test_a_group_that_is_given_replaces_the_runs_subgroups(resumed):
     own = ["model/attention=sliding_window", "model/position=learned", "optim=muon"]
-    config = resumed(to_dict(compose("train", ["dataset_dir=x", *own])), "model=softmax_1m")
+    config = resumed(compose("train", ["dataset_dir=x", *own]), "model=softmax_1m")
     fresh = ["dataset_dir=x", "model=softmax_1m", "model.n_vocab=50257"]  # its vocabulary is that of its data
-    assert config.model == decode(TrainConfig, to_dict(compose("train", fresh))).model
+    assert config.model == decode(TrainConfig, compose("train", fresh)).model
     assert config.optim.name == "muon"
 
 
 def test_what_is_shown_is_what_would_be_trained(command, tmp_path):
-    settings = to_dict(compose("train", ["dataset_dir=x", "schedule=wsd", "seed=9"]))
+    settings = compose("train", ["dataset_dir=x", "schedule=wsd", "seed=9"])
     (tmp_path / "config.json").write_text(json.dumps({"config": settings | {"stop_at": 3}}))
     shown = yaml.safe_load(command("train", "--cfg", "job", f"run_dir={tmp_path}", "max_steps=7").out)
     assert shown == settings | {"run_dir": str(tmp_path), "max_steps": 7}
@@ -167,7 +167,7 @@ def test_what_is_shown_is_what_would_be_trained(command, tmp_path):
 def test_a_warm_up_that_does_not_fit_is_a_tenth_of_the_run_and_said(schedule):
     settings = ["dataset_dir=x", f"schedule={schedule}", "schedule.warmup_steps=200"]
     short, fitting = (
-        decode(TrainConfig, to_dict(compose("train", [*settings, *more])))
+        decode(TrainConfig, compose("train", [*settings, *more]))
         for more in (["max_steps=100"], ["max_steps=100", "schedule.warmup_steps=10"])
     )
     rates = [[config.schedule.factor(step, 100) for step in range(100)] for config in (short, fitting)]

@@ -13,7 +13,7 @@ import yaml
 from omegaconf import OmegaConf
 from printed import assert_one_line
 
-from cli import compose, to_dict
+from cli import compose
 from cli.sweep import _settings_of_plugins
 from cli.workers import take_gpu
 from common.settings import decode
@@ -177,15 +177,10 @@ def test_a_search_goes_on_after_failed_runs_and_names_them(command, optuna_args,
     [
         (["seed=range(0,0)"], "seed=range(0,0) names no value: write seed=a,b for a run with each"),
         (["run_dir=", "seed=1,2"], "run_dir is empty, or this folder: give one for the sweep"),
-        *(
-            pytest.param(options, message, marks=pytest.mark.slow)
-            for options, message in [
-                (["hydra/launcher=joblib", "hydra.launcher.n_jobs=0"], "n_jobs=0 starts no worker: use 1"),
-                (["hydra/launcher=submitit_slurm"], "submitit_slurm needs srun"),
-                ([SEARCH, "hydra.sweeper.n_trials=0", "seed=choice(1,2)"], "n_trials=0 is too few: use 1 or"),
-                ([SEARCH, "optim.max_lr=1e-3"], "hydra/sweeper=optuna has nothing to search: give a range"),
-                ([SEARCH, "hydra.sweeper.storage=sqlite:///x.db"], "hydra.sweeper.storage is not needed"),
-            ]
+        pytest.param(
+            [SEARCH, "hydra.sweeper.storage=sqlite:///x.db"],
+            "hydra.sweeper.storage is not needed",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -265,7 +260,7 @@ def test_joblib_has_a_worker_for_every_gpu(monkeypatch, visible, n_jobs):
     choices = {"hydra/launcher": "joblib", "hydra/sweeper": "basic"}
     config = OmegaConf.create({"runtime": {"choices": choices}, "launcher": {"n_jobs": -1}})
     expected = [] if n_jobs == -1 else [f"hydra.launcher.n_jobs={n_jobs}"]
-    assert _settings_of_plugins(config, has_values=True) == expected
+    assert _settings_of_plugins(config) == expected
 
 
 # ----- what a file may not
@@ -340,7 +335,7 @@ def test_wandbs_sweep_gives_options_that_train_takes(dataset_dir):
     sweep = yaml.safe_load((ROOT / "sweeps" / "wandb.yaml").read_text())
     values = {name: p.get("value", p.get("values", [p.get("min")])) for name, p in sweep["parameters"].items()}
     options = [f"{name}={value[0] if isinstance(value, list) else value}" for name, value in values.items()]
-    config = decode(TrainConfig, to_dict(compose("train", [*options, f"dataset_dir={dataset_dir}", "tracker=wandb"])))
+    config = decode(TrainConfig, compose("train", [*options, f"dataset_dir={dataset_dir}", "tracker=wandb"]))
     assert sweep["metric"] == {"name": "val_loss", "goal": "minimize"}
     assert config.optim.max_lr == 1e-3
     command = " ".join(sweep["command"])

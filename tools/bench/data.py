@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cli import compose, to_dict
+from cli import compose
 from common.command_line import in_hydras_grammar
 from common.settings import UserError, decode
 from data.prepare.dataset import PrepareConfig
@@ -27,7 +27,7 @@ def measure(options: Any) -> list[Row]:
         dataset_dir = Path(folder, "dataset")
         source = options.set or ["data=stdlib", "tokenizer=bytes"]
         words = [*source, f"out_dir={in_hydras_grammar(str(dataset_dir))}"]
-        config = decode(PrepareConfig, to_dict(compose("prepare", words)))
+        config = decode(PrepareConfig, compose("prepare", words))
         rates: dict[str, list[float]] = {_REFERENCE: [], "prepared": []}
         for _ in range(options.rounds):
             seconds, n_bytes = encode_alone(config)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from cli import compose, to_dict
+from cli import compose
 from common.commit import git_commit
 from common.console import show_table, table_of
 from common.settings import UserError
@@ -104,4 +104,4 @@ def _cell(value: Any) -> str:
 
 def composed(overrides: Iterable[str]) -> Row:
     """Return the configuration of train.py with these options; no data is read."""
-    return to_dict(compose("train", ["dataset_dir=none", *overrides]))
+    return compose("train", ["dataset_dir=none", *overrides])
