@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from common.console import count, say
-from common.files import make_directory, refuse_foreign, write_json
 from common.memory import out_of_memory
 from common.numbers import ceil_div
 from common.settings import UserError, decode
@@ -38,15 +37,12 @@ AGREES = "agree with plain torch"
 _LEAST_DISK = 20e9
 
 
-def examine(out: Path | None, training: bool) -> None:
-    """Print a table of this machine and lines of what to do; write all of it to `out`, too.
+def examine(training: bool) -> None:
+    """Print a table of this machine and lines of what to do.
 
     Raises:
         UserError: something does not work.
     """
-    if out is not None:
-        make_directory(out.parent, "out")
-        refuse_foreign(b'"machine"', out)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = decode(TrainConfig, composed([*FLAGSHIP, f"runtime.device={device}"]))
     runtime = open_runtime(config.runtime)
@@ -78,9 +74,6 @@ def examine(out: Path | None, training: bool) -> None:
     print_table("this machine", [{"what": name, "found": value} for name, value in rows.items()])
     for line in lines or ["nothing is wrong"]:
         say(f"- {line}")
-    if out is not None:
-        write_json(out, {"machine": rows, "findings": lines})
-        say(f"written to {out}")
     if problems:
         raise UserError(
             f"{count(len(problems), 'part')} of this did not work: the last lines say why"

@@ -1,6 +1,5 @@
 """scripts/doctor.py describes the machine, says what is wrong with it, and names nobody."""
 
-import json
 import os
 import re
 from types import SimpleNamespace
@@ -20,12 +19,6 @@ SMALL = ["model=flagship_1m", "model.n_layer=1", "model.n_embd=16", "model.n_hea
 SMALL += ["seq_len=16", "runtime.device=cpu", "batch_tokens=64"]
 
 
-def test_a_file_that_cannot_be_written_is_said_before_measuring(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"out=.*file cannot be created"):
-        doctor.examine(tmp_path / "file" / "doctor.json", training=True)
-
-
 @pytest.fixture
 def small(monkeypatch):
     """A model of no size, on the CPU."""
@@ -33,15 +26,11 @@ def small(monkeypatch):
     monkeypatch.setattr(doctor, "FLAGSHIP", SMALL)
 
 
-def test_a_cpu_is_examined(small, command, tmp_path):
-    out = tmp_path / "doctor.json"
-    result = command("scripts/doctor", f"out={out}")
+def test_a_cpu_is_examined(small, command):
+    result = command("scripts/doctor")
     assert result.status == 0, result.err
-    found = json.loads(out.read_text())
-    assert found["machine"]["torch"] == torch.__version__
-    assert found["machine"]["tokens per second"] > 0
-    for word in ("torch", "a whole run"):
-        assert word in result.out
+    for row in (f"torch +{re.escape(torch.__version__)}", r"tokens per second +[\d.,]*[1-9]", "a whole run +"):
+        assert re.search(row, result.out)
 
 
 def test_the_models_that_are_proved_use_all_operators_with_kernels():
@@ -79,7 +68,7 @@ def test_what_breaks_or_fails_its_check_is_a_finding_and_the_rest_goes_on(small,
     monkeypatch.setattr(doctor, "training_step", lambda config, runtime: {"tokens per second": 2.0})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UserError, match="2 parts of this did not work"):
-        doctor.examine(None, training=True)
+        doctor.examine(training=True)
     out = capsys.readouterr().out
     assert "- flagship_125m: are right only without torch.compile" in out
     assert "- softmax_125m" not in out
@@ -93,7 +82,7 @@ def test_a_lack_of_memory_is_no_bug(small, monkeypatch, capsys):
 
     monkeypatch.setattr(doctor, "measure_rate", fails)
     with pytest.raises(UserError, match="1 part of this did not work"):
-        doctor.examine(None, training=True)
+        doctor.examine(training=True)
     assert "- a training step fails (RuntimeError): out of memory, use a machine with more" in capsys.readouterr().out
 
 

@@ -16,7 +16,7 @@ from common.console import say
 from common.numbers import ceil_div
 from common.settings import UserError, decode
 from model.gpt import GPT
-from runtime.device import compile_blocks, compiles, open_runtime, peak_flops
+from runtime.device import Runtime, compile_blocks, compiles, open_runtime, peak_flops
 from runtime.distributed import World
 from tools.bench.harness import Row, composed, in_own_process, in_turn, seconds_of
 from trainer.config import TrainConfig
@@ -106,29 +106,16 @@ class Training:
     def __init__(self, config: TrainConfig, sequences: int, nanogpt: Path | None = None) -> None:
         self.runtime = open_runtime(config.runtime)
         self._grad_clip = config.optim.grad_clip
-        device = self.runtime.device
-        compiled = compiles(config.runtime, self.runtime)
         torch.manual_seed(config.seed)
-        self.summed_loss: SummedLoss | NanoGPT
         if nanogpt is None:
-            # In random tokens any id will do.
-            eot_id = config.data.reset_at(config.model.n_vocab - 1)
-            gpt = GPT(config.model, eot_id).to(device, self.runtime.param_dtype)
-            gpt.recompute = config.runtime.recompute
-            self._optimizer = config.optim.build(gpt, World(device), self.runtime.dtype)
-            self.summed_loss = SummedLoss(gpt)
-            self.flops_per_token = gpt.flops_per_token(config.seq_len)
-            compile_blocks(gpt, compiled)
+            model = _ours(config, self.runtime)
         else:
-            self.summed_loss = NanoGPT(nanogpt, config).to(device, self.runtime.param_dtype)
-            self._optimizer = self.summed_loss.optimizer(device.type)
-            self.flops_per_token = self.summed_loss.flops_per_token
-            if compiled:
-                self.summed_loss.compile()
+            model = _nanogpt(nanogpt, config, self.runtime)
+        self.summed_loss, self._optimizer, self.flops_per_token = model
         generator = torch.Generator().manual_seed(config.seed)
         shape = (sequences, config.seq_len + 1)
         ids = torch.randint(config.model.n_vocab, shape, generator=generator)
-        if device.type == "cuda":
+        if self.runtime.device.type == "cuda":
             ids = ids.pin_memory()  # as in a run: what is on the GPU would have to be waited for
         self.batch = [(ids[:, :-1], ids[:, 1:])]
 
@@ -147,6 +134,25 @@ def measure_rate(config: TrainConfig, micro_batch: int) -> float:
     training = Training(config, micro_batch)
     seconds = [seconds_of(training.step) for _ in range(2 * _WARM_UP)]
     return micro_batch * config.seq_len / statistics.median(seconds[_WARM_UP:])
+
+
+def _ours(config: TrainConfig, runtime: Runtime) -> tuple[Any, Any, int]:
+    """Return the model's loss, its optimizer, and FLOPs a token."""
+    eot_id = config.data.reset_at(config.model.n_vocab - 1)  # in random tokens any id will do
+    gpt = GPT(config.model, eot_id).to(runtime.device, runtime.param_dtype)
+    gpt.recompute = config.runtime.recompute
+    optimizer = config.optim.build(gpt, World(runtime.device), runtime.dtype)
+    compile_blocks(gpt, compiles(config.runtime, runtime))
+    return SummedLoss(gpt), optimizer, gpt.flops_per_token(config.seq_len)
+
+
+def _nanogpt(folder: Path, config: TrainConfig, runtime: Runtime) -> tuple[Any, Any, int]:
+    """Return the same of nanoGPT, with the optimizer of its train.py."""
+    model = NanoGPT(folder, config).to(runtime.device, runtime.param_dtype)
+    optimizer = model.gpt.configure_optimizers(0.1, 6e-4, (0.9, 0.95), runtime.device.type)
+    if compiles(config.runtime, runtime):
+        model.compile()
+    return model, optimizer, model.flops_per_token
 
 
 class NanoGPT(nn.Module):
@@ -169,10 +175,6 @@ class NanoGPT(nn.Module):
         weights = sum(module.weight.numel() for module in linear)
         attention = 2 * model.n_layer * model.n_embd * config.seq_len
         self.flops_per_token = 6 * weights + 3 * attention  # counted as ours
-
-    def optimizer(self, device: str) -> Any:
-        """Return nanoGPT's own optimizer, with the settings of nanoGPT's train.py."""
-        return self.gpt.configure_optimizers(0.1, 6e-4, (0.9, 0.95), device)
 
     def forward(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the losses. All targets count."""
