@@ -21,16 +21,54 @@ from data.shards import TokenStream
 Batch = tuple[np.ndarray, np.ndarray]
 
 
-def window(stream: TokenStream, start: int, stop: int) -> Batch:
-    """Return tokens [start, stop) of a split and the targets after them, int64 (stop - start,)."""
-    tokens = stream.read(start, stop + 1)
-    if stream.has_markers:
-        tokens = as_read(tokens, stream.n_vocab)
-    return tokens[:-1], tokens[1:]
-
-
 class Windows:
-    """A split cut into rows of seq_len targets, one after the other; a shorter rest is left out."""
+    """A text cut into rows of seq_len targets, the last one filled up: every target once.
+
+    With a `stride`, each window begins that many tokens after the previous one, and only its new
+    tokens are targets: except in the first window, every target has at least seq_len - stride
+    tokens before it.
+    """
+
+    def __init__(self, stream: TokenStream, seq_len: int, stride: int | None = None) -> None:
+        self.stream = stream
+        self.seq_len = min(seq_len, max(1, stream.n_tokens - 1))  # at most the whole text
+        self.stride = min(stride or self.seq_len, self.seq_len)
+
+    def __len__(self) -> int:
+        n_targets = self.stream.n_tokens - 1
+        return 1 + ceil_div(n_targets - self.seq_len, self.stride) if n_targets > 0 else 0
+
+    def bounds(self, number: int) -> tuple[int, int]:
+        """Return [start, stop) of a window's tokens in the split. Targets are one token later."""
+        start = number * self.stride
+        return start, min(start + self.seq_len, self.stream.n_tokens - 1)
+
+    def ranges(self, number: int) -> Ranges:
+        """Return where a window's targets are in the split."""
+        start, stop = self.bounds(number)
+        return [(start + 1, stop + 1)]
+
+    def read(self, number: int) -> Batch:
+        """Return the token ids and targets of a window, int64 (seq_len,).
+
+        A short window is filled with <|endoftext|> and targets that are IGNORED, and so are those
+        that the previous window covers.
+        """
+        token_ids = np.full(self.seq_len, self.stream.eot_id, np.int64)
+        targets = np.full(self.seq_len, IGNORED, np.int64)
+        start, stop = self.bounds(number)
+        tokens = self.stream.read(start, stop + 1)
+        if self.stream.has_markers:
+            tokens = as_read(tokens, self.stream.n_vocab)
+        token_ids[: stop - start] = tokens[:-1]
+        targets[: stop - start] = tokens[1:]
+        if start > 0:
+            targets[: self.seq_len - self.stride] = IGNORED
+        return token_ids, targets
+
+
+class FullWindows(Windows):
+    """The windows of a text to train on. A rest that is shorter than seq_len is left out."""
 
     def __init__(self, stream: TokenStream, seq_len: int) -> None:
         """Raises UserError if the split is shorter than one window."""
@@ -39,8 +77,7 @@ class Windows:
                 f"{seq_len=} needs {seq_len + 1} tokens, split '{stream.split}' has "
                 f"{stream.n_tokens}: lower seq_len or prepare more text"
             )
-        self.stream = stream
-        self.seq_len = seq_len
+        super().__init__(stream, seq_len)
 
     def __len__(self) -> int:
         return (self.stream.n_tokens - 1) // self.seq_len
@@ -49,16 +86,13 @@ class Windows:
         """Return the set that most tokens of each row are from, (n_rows,)."""
         return owners_in(self.stream, len(self), self.seq_len)
 
-    def ranges(self, row: int) -> Ranges:
+    def ranges(self, number: int) -> Ranges:
         """Return where the row's tokens and its last target are in the split."""
-        return [(row * self.seq_len, (row + 1) * self.seq_len + 1)]
-
-    def read(self, row: int) -> Batch:
-        """Return the token ids and targets of a row, int64 (seq_len,)."""
-        return window(self.stream, row * self.seq_len, (row + 1) * self.seq_len)
+        start, stop = self.bounds(number)
+        return [(start, stop + 1)]
 
 
-Rows = Windows | Conversations
+Rows = FullWindows | Conversations
 
 
 def open_rows(stream: TokenStream, seq_len: int) -> Rows:
@@ -69,7 +103,7 @@ def open_rows(stream: TokenStream, seq_len: int) -> Rows:
     """
     if stream.loss == "answers":
         return Conversations(stream, seq_len)
-    return Windows(stream, seq_len)
+    return FullWindows(stream, seq_len)
 
 
 class TrainBatches:
@@ -110,7 +144,7 @@ class TrainBatches:
         return shuffled(sequences, len(self.rows), key=str(self.seed))
 
 
-def _read_rows(rows: "Rows | EvalWindows", numbers: Sequence[int]) -> Batch:
+def _read_rows(rows: Windows | Conversations, numbers: Sequence[int]) -> Batch:
     """Return the rows with these numbers: token_ids and targets, int64 (n, seq_len)."""
     token_ids = np.empty((len(numbers), rows.seq_len), np.int64)
     targets = np.empty_like(token_ids)
@@ -119,52 +153,10 @@ def _read_rows(rows: "Rows | EvalWindows", numbers: Sequence[int]) -> Batch:
     return token_ids, targets
 
 
-class EvalWindows:
-    """A text cut into rows of seq_len targets, the last one filled up: every target once.
-
-    With a `stride`, each window begins that many tokens after the previous one, and only its new
-    tokens are targets: except in the first window, every target has at least seq_len - stride
-    tokens before it.
-    """
-
-    def __init__(self, stream: TokenStream, seq_len: int, stride: int | None = None) -> None:
-        self.stream = stream
-        self.seq_len = min(seq_len, max(1, stream.n_tokens - 1))  # at most the whole text
-        self.stride = min(stride or self.seq_len, self.seq_len)
-
-    def __len__(self) -> int:
-        n_targets = self.stream.n_tokens - 1
-        return 1 + ceil_div(n_targets - self.seq_len, self.stride) if n_targets > 0 else 0
-
-    def bounds(self, number: int) -> tuple[int, int]:
-        """Return [start, stop) of a window's tokens in the split. Targets are one token later."""
-        start = number * self.stride
-        return start, min(start + self.seq_len, self.stream.n_tokens - 1)
-
-    def ranges(self, number: int) -> Ranges:
-        """Return where a window's targets are in the split."""
-        start, stop = self.bounds(number)
-        return [(start + 1, stop + 1)]
-
-    def read(self, number: int) -> Batch:
-        """Return the token ids and targets of a window, int64 (seq_len,).
-
-        A short window is filled with <|endoftext|> and targets that are IGNORED, and so are those
-        that the previous window covers.
-        """
-        token_ids = np.full(self.seq_len, self.stream.eot_id, np.int64)
-        targets = np.full(self.seq_len, IGNORED, np.int64)
-        start, stop = self.bounds(number)
-        token_ids[: stop - start], targets[: stop - start] = window(self.stream, start, stop)
-        if start > 0:
-            targets[: self.seq_len - self.stride] = IGNORED
-        return token_ids, targets
-
-
-class CutWindows(EvalWindows):
+class CutWindows(Windows):
     """Windows without stride, cut into shorter ones: the targets are the same for any seq_len."""
 
-    def __init__(self, whole: EvalWindows, n_windows: int | None, seq_len: int) -> None:
+    def __init__(self, whole: Windows, n_windows: int | None, seq_len: int) -> None:
         """Cut `n_windows` of the windows, spread evenly, or all."""
         super().__init__(whole.stream, seq_len)
         self._bounds: list[tuple[int, int]] = []
@@ -190,7 +182,7 @@ def _spread(total: int, n: int | None) -> list[int]:
 class EvalBatches:
     """Rows of a split to evaluate, in order: all of them, or `n_rows` spread evenly."""
 
-    def __init__(self, rows: EvalWindows | Conversations, n_rows: int | None = None) -> None:
+    def __init__(self, rows: Windows | Conversations, n_rows: int | None = None) -> None:
         self.all_rows = rows
         self.stream = rows.stream
         self.seq_len = rows.seq_len
@@ -214,7 +206,7 @@ def eval_batches(
     """Return a split's conversations if the loss is on answers, else its windows."""
     if stream.loss == "answers":
         return EvalBatches(Conversations(stream, seq_len), n_rows)
-    return EvalBatches(EvalWindows(stream, seq_len, stride), n_rows)
+    return EvalBatches(Windows(stream, seq_len, stride), n_rows)
 
 
 T = TypeVar("T")

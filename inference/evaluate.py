@@ -13,7 +13,7 @@ from torch import Tensor
 from common.figures import drawn
 from common.settings import JsonDict, UserError
 from data.documents import sets_between
-from data.loader import CutWindows, EvalBatches, EvalWindows, eval_batches
+from data.loader import CutWindows, EvalBatches, Windows, eval_batches
 from data.shards import Manifest, TokenStream
 from inference.eval_report import draw_evaluation, show_evaluation
 from inference.load import Loaded, ModelConfig, load, open_dataset
@@ -212,7 +212,7 @@ def _measure_context(
 ) -> JsonDict:
     """Return the loss in windows of `context` tokens, cut from those of the longest context."""
     stream = evaluation.windows.stream
-    longest = EvalWindows(stream, max(evaluation.contexts))
+    longest = Windows(stream, max(evaluation.contexts))
     windows = EvalBatches(CutWindows(longest, evaluation.config.context_windows, context))
     rows = max(1, evaluation.config.micro_batch * evaluation.windows.seq_len // context)
     by_position = _PositionSums(context, byte_lengths)

@@ -8,7 +8,7 @@ import pytest
 
 from common.settings import UserError
 from data import permutation
-from data.loader import EvalBatches, EvalWindows, TrainBatches, open_rows
+from data.loader import EvalBatches, TrainBatches, Windows, open_rows
 from data.permutation import permute
 
 
@@ -168,7 +168,7 @@ def test_a_split_shorter_than_a_window():
 @pytest.mark.parametrize("stride", [None, 1, 2, 3, 6, 7])
 @pytest.mark.parametrize("n_tokens", [2, 7, 8, 9, 71, 72, 100])
 def test_evaluation_covers_every_target_once_and_with_a_stride_far_in(n_tokens, stride):
-    windows = EvalWindows(FakeStream(n_tokens), seq_len=7, stride=stride)
+    windows = Windows(FakeStream(n_tokens), seq_len=7, stride=stride)
     batches = EvalBatches(windows)
     token_ids, targets = batches.rows(0, len(batches))
     counted = targets >= 0
@@ -185,7 +185,7 @@ def test_evaluation_covers_every_target_once_and_with_a_stride_far_in(n_tokens, 
 
 @pytest.mark.parametrize("n_windows", [1, 2, 3, 10, 14, 15, 100])
 def test_evaluation_of_some_windows_spreads_them(n_windows):
-    batches = EvalBatches(EvalWindows(FakeStream(100), seq_len=7), n_windows)  # has 15 windows
+    batches = EvalBatches(Windows(FakeStream(100), seq_len=7), n_windows)  # has 15 windows
     assert len(batches) == min(n_windows, 15)
     token_ids, _ = batches.rows(0, len(batches))
     begins = token_ids[:, 0]
