@@ -14,7 +14,7 @@ from common.figures import drawn
 from common.settings import JsonDict, UserError
 from data.documents import sets_between
 from data.loader import CutWindows, EvalBatches, Windows, eval_batches
-from data.shards import Manifest, TokenStream
+from data.shards import TokenStream
 from inference.eval_report import draw_evaluation, show_evaluation
 from inference.load import Loaded, ModelConfig, load, open_dataset
 from model.gpt import GPT
@@ -63,8 +63,6 @@ class Evaluation(NamedTuple):
 
     config: EvaluateConfig
     loaded: Loaded
-    dataset_dir: Path
-    manifest: Manifest
     windows: EvalBatches
     """What everything except `contexts` is measured on."""
     contexts: list[int]
@@ -80,13 +78,14 @@ def run_evaluation(config: EvaluateConfig) -> None:
     """
     evaluation = open_evaluation(config)
     checkpoint = evaluation.loaded.checkpoint
-    if evaluation.dataset_dir == checkpoint.state.dataset_dir:
+    stream = evaluation.windows.stream
+    if stream.dataset_dir == checkpoint.state.dataset_dir:
         config = config.model_copy(update={"dataset_dir": None})
     with join_world(evaluation.loaded.runtime.device) as world:
         settings = config.model_dump(mode="json", exclude={"checkpoint", "dataset_dir", "runtime"})
         data = {
             "weights": checkpoint.identity,
-            "dataset_fingerprint": evaluation.manifest.fingerprint,
+            "dataset_fingerprint": stream.manifest.fingerprint,
         }
         world.check_equal(settings | data)
         result = measure(evaluation, world)
@@ -138,7 +137,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
     if n_batches is not None:
         n_windows = n_batches * max(1, state.batch_tokens // seq_len)
     windows = eval_batches(stream, seq_len, n_windows, config.stride)
-    return Evaluation(config, loaded, dataset_dir, manifest, windows, contexts, n_batches)
+    return Evaluation(config, loaded, windows, contexts, n_batches)
 
 
 def _contexts(
@@ -171,24 +170,25 @@ def measure(evaluation: Evaluation, world: World) -> JsonDict:
     """Return the content of eval.json; every process calls this."""
     config = evaluation.config
     windows = evaluation.windows
+    set_names = windows.stream.manifest.set_names
     gpt = evaluation.loaded.place(world.device, autocast=True)
     byte_lengths = torch.from_numpy(evaluation.loaded.tokenizer.byte_lengths).to(world.device)
-    by_set = LossSums(len(evaluation.manifest.set_names), byte_lengths)
+    by_set = LossSums(len(set_names), byte_lengths)
     by_position = _PositionSums(windows.seq_len, byte_lengths)
     chunk = min(windows.seq_len, _WINDOW_CHUNK) if gpt.constant_state else None
     for first, targets, losses in window_losses(
         gpt, windows, config.micro_batch, evaluation.loaded.runtime, world, chunk
     ):
-        by_set.add(_sets(evaluation, first, len(targets)), targets, losses)
+        by_set.add(_sets(windows, first, len(targets)), targets, losses)
         by_position.add(targets, losses)
-    set_losses = dict(zip(evaluation.manifest.set_names, by_set.losses(world), strict=True))
+    set_losses = dict(zip(set_names, by_set.losses(world), strict=True))
     largest_first = sorted(set_losses, key=lambda name: -set_losses[name].tokens)
     positions = by_position.rows(by_position.sums.losses(world))
     if windows.stream.loss == "answers":
         positions = []  # a position in a row of several conversations says nothing
     return {
         **evaluation.loaded.about(),
-        "dataset_dir": str(evaluation.dataset_dir),
+        "dataset_dir": str(windows.stream.dataset_dir),
         "split": config.split,
         "batches": evaluation.batches,
         "loss_of": windows.stream.loss,
@@ -228,15 +228,15 @@ def _measure_context(
     }
 
 
-def _sets(evaluation: Evaluation, first: int, n_windows: int) -> Tensor:
+def _sets(windows: EvalBatches, first: int, n_windows: int) -> Tensor:
     """Return the index of each target's set, (n_windows, T); 0 where there is no target."""
-    sets = np.zeros((n_windows, evaluation.windows.seq_len), np.int64)
-    if len(evaluation.manifest.set_names) > 1:
+    sets = np.zeros((n_windows, windows.seq_len), np.int64)
+    if len(windows.stream.manifest.set_names) > 1:
         for row in range(n_windows):
             length = 0
-            for start, stop in evaluation.windows.ranges(first + row):
+            for start, stop in windows.ranges(first + row):
                 targets = slice(length, length + stop - start)
-                sets[row, targets] = sets_between(evaluation.windows.stream, start, stop)
+                sets[row, targets] = sets_between(windows.stream, start, stop)
                 length = targets.stop
     return torch.from_numpy(sets)
 
