@@ -10,7 +10,7 @@ from pathlib import Path
 from cli.compose import compose, keys_and_values, value_at
 from common.config_files import group_values, groups_of
 from common.files import read_json
-from common.settings import JsonDict, UserError
+from common.settings import JsonDict, UserError, section
 
 _OF_ONE_COMMAND = {"resume", "stop_at"}
 
@@ -156,10 +156,9 @@ def _stored_run(run_dir: Path) -> JsonDict:
     return stored
 
 
-def _read(file: Path, *keys: str) -> JsonDict:
+def _read(file: Path, key: str) -> JsonDict:
     """Return a section of a JSON file; {} if it cannot be read, which the command reports."""
     try:
-        section = value_at(read_json(file), *keys)
+        return section(read_json(file), key)
     except UserError:
         return {}
-    return section if isinstance(section, dict) else {}

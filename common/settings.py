@@ -150,6 +150,12 @@ class Settings(BaseModel):
         return {key: value for key, value in values.items() if key in cls.model_fields}
 
 
+def section(raw: Any, key: str) -> JsonDict:
+    """Return a section of JSON of any origin; {} if there is none."""
+    value = raw.get(key) if isinstance(raw, dict) else None
+    return value if isinstance(value, dict) else {}
+
+
 S = TypeVar("S", bound=Settings)
 
 

@@ -13,12 +13,12 @@ import torch
 from common.console import count, say
 from common.memory import out_of_memory
 from common.numbers import ceil_div
-from common.settings import UserError, decode
+from common.settings import JsonDict, UserError, decode
 from model.gpt import GPT
 from runtime.device import Runtime, compiles, open_runtime, triton_version, why_gpu_is_unseen
 from runtime.distributed import World
 from runtime.proof import Form, prove_gradients
-from tools.bench.harness import Row, composed, in_own_process, machine, print_table
+from tools.bench.harness import composed, in_own_process, machine, print_table
 from tools.bench.train import measure_rate
 from tools.plan import duration, gigabytes
 from trainer.config import TrainConfig
@@ -114,7 +114,7 @@ def prove_model(words: list[str]) -> str:
     return f"are right only without {lost}" if lost else AGREES
 
 
-def training_step(config: TrainConfig, runtime: Runtime) -> Row:
+def training_step(config: TrainConfig, runtime: Runtime) -> JsonDict:
     """Return tokens per second of one device in a run of the flagship, and the run's time."""
     n_device = max(1, torch.cuda.device_count())
     size = 1  # on a CPU, one sequence takes seconds
@@ -137,10 +137,10 @@ def training_step(config: TrainConfig, runtime: Runtime) -> Row:
     }
 
 
-def versions() -> Row:
+def versions() -> JsonDict:
     """Return system, processor, versions and GPUs; nothing names the host or its user."""
     about = machine()
-    rows: Row = {
+    rows: JsonDict = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": f"{about['cpu']}, {about['cores']} cores, load {about['load']:.1f}",
         "python": platform.python_version(),

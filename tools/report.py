@@ -30,7 +30,7 @@ from common.files import (
     refuse_foreign,
     write_atomic,
 )
-from common.settings import JsonDict, UserError, flat, printable
+from common.settings import JsonDict, UserError, flat, printable, section
 from runtime.metrics import read_metrics
 from trainer.curves import RunCurves, set_limits, smoothed
 
@@ -191,18 +191,13 @@ def _read_run(folder: Path, name: str) -> Run:
             step = max(step, line["step"])
             speeds += _numbers(line.get("tokens_per_second"))
             bits += _numbers(line.get("val_bits_per_byte"))
-    config = _section(stored, "config")
+    config = section(stored, "config")
     settings = {key: value for key, value in flat(config).items() if value is not None}
-    sizes = _numbers(_section(stored, "environment").get("n_params"))
+    sizes = _numbers(section(stored, "environment").get("n_params"))
     n_params = sizes[0] if sizes else None
     speed = median(speeds) if speeds else None
     lowest = min(bits, default=None)
     return Run(name, settings, n_params, curves, step, speed, lowest, _failure(folder))
-
-
-def _section(stored: Any, key: str) -> JsonDict:
-    section = stored.get(key) if isinstance(stored, dict) else None
-    return section if isinstance(section, dict) else {}
 
 
 def _numbers(value: Any) -> list[float]:

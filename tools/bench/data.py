@@ -12,16 +12,16 @@ from typing import Any
 
 from cli import compose
 from common.command_line import in_hydras_grammar
-from common.settings import UserError, decode
+from common.settings import JsonDict, UserError, decode
 from data.prepare.dataset import PrepareConfig
 from data.tokenizer import build_tokenizer
-from tools.bench.harness import Row, seconds_of
+from tools.bench.harness import seconds_of
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_data.py"
 _REFERENCE = "the tokenizer, one thread"
 
 
-def measure(options: Any) -> list[Row]:
+def measure(options: Any) -> list[JsonDict]:
     """Encode all documents in one thread, and prepare a dataset as a user would, in each round."""
     with tempfile.TemporaryDirectory(dir=".") as folder:
         dataset_dir = Path(folder, "dataset")
@@ -37,7 +37,7 @@ def measure(options: Any) -> list[Row]:
             shutil.rmtree(dataset_dir)
     workers = config.workers or os.cpu_count() or 1
     reference = workers * median(rates[_REFERENCE])
-    rows: list[Row] = []
+    rows: list[JsonDict] = []
     for what, rates_of_rounds in rates.items():
         rate = median(rates_of_rounds)
         rows.append({"what": what, "MB_per_second": rate, "x": rate / reference})

@@ -1,16 +1,18 @@
 """Decoding: tokens per second after texts of several lengths, and bytes of the state."""
 
 import statistics
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
+from common.settings import JsonDict
 from model.gpt import GPT, GPTState
 from model.graphs import DecodingStep
 from model.state import state_bytes
 from runtime.device import open_runtime
-from tools.bench.harness import Row, in_turn, seconds_of
+from tools.bench.harness import in_turn, seconds_of
 from tools.bench.train import config_of
 
 _CHUNK = 512  # tokens of a text that are read at once
@@ -18,7 +20,7 @@ _WARM_UP = 3  # steps that are not timed: the first copies a growing cache
 
 
 @torch.inference_mode()
-def measure(options: Any) -> list[Row]:
+def measure(options: Any) -> list[JsonDict]:
     """Measure every model after each number of tokens."""
     positions = sorted(set(options.positions))
     room = positions[-1] + _WARM_UP + options.steps
@@ -31,12 +33,12 @@ def measure(options: Any) -> list[Row]:
         gpt = GPT(config.model).to(open_runtime(config.runtime).device)
         for position in positions:
             state = state_after(gpt, position)
-            texts[name, position] = _Text(gpt, state)
+            texts[name, position] = decoding(gpt, state)
             sizes[name, position] = state_bytes(state)
-    runs = {key: partial(seconds_of, text.decode) for key, text in texts.items()}
+    runs = {key: partial(seconds_of, decode) for key, decode in texts.items()}
     timings = in_turn(runs, _WARM_UP + options.steps)
     medians = {key: statistics.median(seconds[_WARM_UP:]) for key, seconds in timings.items()}
-    rows: list[Row] = []
+    rows: list[JsonDict] = []
     for (name, position), seconds in medians.items():
         row = {
             "model": name,
@@ -58,15 +60,14 @@ def state_after(gpt: GPT, n_tokens: int) -> GPTState | None:
     return state
 
 
-class _Text:
-    """A text that a model continues."""
+def decoding(gpt: GPT, state: Any) -> Callable[[], None]:
+    """Return a function that decodes a token after a text, and then the next."""
+    step = DecodingStep(gpt, 1)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=gpt.device)
 
-    def __init__(self, gpt: GPT, state: Any) -> None:
-        self._step = DecodingStep(gpt, 1)
-        self._token = torch.zeros(1, 1, dtype=torch.int64, device=gpt.device)
-        self._state = state
-
-    def decode(self) -> None:
-        """Decode a token."""
-        logits, self._state = self._step(self._token, self._state)
+    def decode() -> None:
+        nonlocal state
+        logits, state = step(token, state)
         logits[0, 0, 0].item()  # waits for the device
+
+    return decode

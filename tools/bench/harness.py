@@ -16,9 +16,8 @@ import torch
 from cli import compose
 from common.commit import git_commit
 from common.console import show_table, table_of
-from common.settings import UserError
+from common.settings import JsonDict, UserError
 
-Row = dict[str, Any]
 K = TypeVar("K")
 R = TypeVar("R")
 
@@ -71,7 +70,7 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def machine() -> Row:
+def machine() -> JsonDict:
     """Return the machine and the versions that figures depend on."""
     return {
         "cpu": cpu_name(),
@@ -84,7 +83,7 @@ def machine() -> Row:
     }
 
 
-def print_table(title: str, rows: Sequence[Row]) -> None:
+def print_table(title: str, rows: Sequence[JsonDict]) -> None:
     """Print rows as a table, a column for each key of the first row."""
     names = [key.replace("_", " ") for key in rows[0]]
     table = table_of(names[:1], names[1:])
@@ -102,6 +101,6 @@ def _cell(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def composed(overrides: Iterable[str]) -> Row:
+def composed(overrides: Iterable[str]) -> JsonDict:
     """Return the configuration of train.py with these options; no data is read."""
     return compose("train", ["dataset_dir=none", *overrides])

@@ -11,10 +11,11 @@ from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 from torch.utils.benchmark import Timer
 
 from common.console import say
+from common.settings import JsonDict
 from model.ops.log_attention import log_attention, naive_log_attention
 from model.ops.sparse_attention.attend import sparse_attention
 from model.ops.sparse_attention.patterns import fixed, longformer, strided, window
-from tools.bench.harness import Row, in_turn
+from tools.bench.harness import in_turn
 
 # The published formula keeps several times its T x d_k x d_v latents. It is skipped where the
 # latents take more than this.
@@ -30,7 +31,7 @@ Operator = Callable[..., Any]
 """Tensors -> a tensor."""
 
 
-def measure(options: Any) -> list[Row]:
+def measure(options: Any) -> list[JsonDict]:
     """Time every attention at each length, torch's softmax first."""
     rows = []
     for T in options.lengths:
@@ -71,7 +72,7 @@ def random_inputs(shape: Sequence[int], device: str) -> tuple[list[Tensor], Tens
 
 def times_of(
     operators: dict[str, Operator], leaves: Sequence[Tensor], weights: Tensor, options: Any
-) -> dict[str, Row]:
+) -> dict[str, JsonDict]:
     """Return median milliseconds of each operator, and its speed relative to the first one.
 
     "forward" is without gradients, "both" with a backward pass. Each turn starts with an untimed
@@ -91,7 +92,7 @@ def times_of(
         for key, work in works.items():
             timer = Timer("run()", globals={"run": work}, num_threads=torch.get_num_threads())
             turns[name, key] = partial(timer.blocked_autorange, min_run_time=options.seconds)
-    rows: dict[str, Row] = {}
+    rows: dict[str, JsonDict] = {}
     for (name, key), measurements in in_turn(turns, options.rounds).items():
         median = statistics.median(measurement.median for measurement in measurements)
         rows.setdefault(name, {})[f"{key}_ms"] = 1e3 * median

@@ -12,9 +12,9 @@ from common.console import say
 from common.files import make_directory, refuse_foreign, write_json
 from common.settings import JsonDict, Settings, UserError
 from tools.bench import data, decode, operators, train
-from tools.bench.harness import Row, machine, print_table
+from tools.bench.harness import machine, print_table
 
-MEASURES: dict[str, tuple[Callable[[Any], list[Row]], str]] = {
+MEASURES: dict[str, tuple[Callable[[Any], list[JsonDict]], str]] = {
     "operators": (operators.measure, "operators; x: how many times as fast as the first"),
     "train": (
         train.measure,

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from common.config_files import CONFIGS
 from common.console import say
 from common.numbers import ceil_div
-from common.settings import UserError, decode
+from common.settings import JsonDict, UserError, decode
 from model.gpt import GPT
 from runtime.device import Runtime, compile_blocks, compiles, open_runtime, peak_flops
 from runtime.distributed import World
-from tools.bench.harness import Row, composed, in_own_process, in_turn, seconds_of
+from tools.bench.harness import composed, in_own_process, in_turn, seconds_of
 from trainer.config import TrainConfig
 from trainer.step import SummedLoss, train_step
 
@@ -36,7 +36,7 @@ class Measured(NamedTuple):
     """MFU at one token per second; None: the device's peak is not known."""
 
 
-def measure(options: Any) -> list[Row]:
+def measure(options: Any) -> list[JsonDict]:
     """Measure the models in turn, each in a process of its own; nanoGPT first, if it is there.
 
     Raises:
@@ -61,7 +61,7 @@ def measure(options: Any) -> list[Row]:
         return result
 
     turns = in_turn({name: partial(measured, name) for name in runs}, options.rounds)
-    rows: list[Row] = []
+    rows: list[JsonDict] = []
     for name, results in turns.items():
         steps = [seconds for result in results for seconds in result.seconds]
         seconds = statistics.median(steps)
