@@ -140,14 +140,25 @@ def _check(manifest: Manifest, plan: Plan, first_skipped: dict[str, str]) -> Non
         raise _empty(manifest.skipped, first_skipped)
     if 0 < n_val < n_documents:
         return
-    change = "smaller" if n_val else "larger"
-    remedy = f"give a {change} val_fraction than {plan.val_fraction}, or documents with other texts"
+    documents = count(n_documents, "document")
+    if n_documents == 1:
+        raise UserError(f"{documents} is too few to train and to validate on: add documents")
     if plan.val_tokens:
-        remedy = f"give a smaller val_tokens than {plan.val_tokens}, or more documents"
-    if plan.val_inputs:
-        remedy = "check which files have val in their names, or give val_fraction to split all"
+        raise UserError(
+            f"all {documents} begin within val_tokens={plan.val_tokens}: none is left to train on: "
+            "give a smaller val_tokens"
+        )
     empty = "train" if n_val else "val"
-    raise UserError(f"none of {count(n_documents, 'document')} went to '{empty}': {remedy}")
+    if plan.val_inputs:
+        raise UserError(
+            f"none of {documents} went to '{empty}': files with val in their names are for "
+            f"validation ({manifest.skipped}): check them, or give val_fraction to split all"
+        )
+    change = "smaller" if n_val else "larger"
+    raise UserError(
+        f"none of {documents} went to '{empty}' with val_fraction={plan.val_fraction}: "
+        f"give a {change} val_fraction, or add documents with other texts"
+    )
 
 
 def _empty(skipped: dict[str, int], first_skipped: dict[str, str]) -> UserError:

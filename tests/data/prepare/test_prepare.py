@@ -106,7 +106,7 @@ def test_the_first_tokens_are_for_validation(config, corpus, tmp_path):
         assert texts(tmp_path / f"out{i}", "train") == written[n_val:]
         assert manifest.prepared["val_tokens"] == val_tokens
         assert "val_fraction" not in manifest.prepared
-    with pytest.raises(UserError, match=r"none of \d+ documents went to 'train': give a smaller val_tokens than"):
+    with pytest.raises(UserError, match=r"all \d+ documents begin within val_tokens=.*give a smaller val_tokens"):
         prepare(config(val_fraction=None, val_tokens=ends[-1]))
     assert not (tmp_path / "out.partial").exists()
 
@@ -122,7 +122,7 @@ def test_one_rule_makes_the_splits(config):
         (range(20), 1e-9, 1),
         (range(20), 0.999_999, "smaller val_fraction"),
         ([1, 1], 0.05, "with other texts"),
-        ([1], 0.05, "none of 1 document went to .train."),
+        ([1], 0.05, "1 document is too few"),
     ],
 )
 def test_a_small_corpus_validates_on_whole_documents_and_on_one_at_least(
