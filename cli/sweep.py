@@ -8,6 +8,7 @@ file. So a file controls neither what Hydra calls nor what it writes.
 import itertools
 import math
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
@@ -80,7 +81,7 @@ def run_sweep(
         refuse_foreign(b"name: optuna", folder / "optimization_results.yaml")
         # Hydra then raises what it would print over many lines.
         os.environ["HYDRA_FULL_ERROR"] = "1"
-        for_plugins = _settings_of_plugins(chosen)
+        for_plugins = _settings_of_plugins(chosen, bool(swept))
         sys.argv[1:] = ["-m", *swept.values(), *for_hydra, *for_plugins]
         for old in folder.glob(f"*=*/{_ERROR}"):
             old.unlink()
@@ -253,26 +254,49 @@ def _settings_of_hydra(
         return hydra.compose("sweep", options, return_hydra_config=True)
 
 
-def _settings_of_plugins(chosen: DictConfig) -> list[str]:
+def _settings_of_plugins(chosen: DictConfig, has_values: bool) -> list[str]:
     """Return further options that a launcher and a sweeper need.
 
+    Args:
+        has_values: whether there is something to try.
+
     Raises:
-        UserError: the sweeper would use a database.
+        UserError: a launcher or a sweeper cannot work with these options.
     """
     launcher = chosen.runtime.choices["hydra/launcher"]
     sweeper = chosen.runtime.choices["hydra/sweeper"]
     more = []
     if launcher == "joblib":
+        if chosen.launcher.n_jobs == 0:
+            raise UserError(
+                "hydra.launcher.n_jobs=0 starts no worker: use 1 or more, or -1 for one per GPU or "
+                "CPU"
+            )
         let_workers_save()
         if chosen.launcher.n_jobs == -1 and visible_gpus():
             more.append(f"hydra.launcher.n_jobs={len(visible_gpus())}")
+    if launcher == "submitit_slurm" and shutil.which("srun") is None:
+        raise UserError(
+            "hydra/launcher=submitit_slurm needs srun: start the sweep on a machine with SLURM's "
+            "commands"
+        )
     if sweeper == "optuna":
         from optuna import logging as optuna_logging
 
+        for key in ("n_trials", "n_jobs"):
+            if chosen.sweeper[key] < 1:
+                raise UserError(
+                    f"hydra.sweeper.{key}={chosen.sweeper[key]} is too few: use 1 or more"
+                )
         if chosen.sweeper.storage is not None:
             raise UserError(
                 "hydra.sweeper.storage is not needed: a restarted sweep finds its jobs by their "
                 "folders"
+            )
+        if not has_values:
+            raise UserError(
+                "hydra/sweeper=optuna has nothing to search: give a range or choices, such as "
+                "'optim.max_lr=tag(log, interval(1e-3, 1e-2))'"
             )
         if "seed" in chosen.sweeper.sampler and chosen.sweeper.sampler.seed is None:
             # A restarted sweep must ask for the same jobs.

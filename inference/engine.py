@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from common.settings import UserError
+from data.tokenizer import Tokenizer
 from inference.generation import Generation, Prefix, Request
 from inference.sampling import NOT_FINITE, draw
 from model.gpt import GPT
@@ -294,3 +295,11 @@ def stream(engine: Engine, generation: Generation) -> Iterator[str]:
         text = generation.text
     if generation.error:
         raise generation.error
+
+
+def generate(gpt: GPT, tokenizer: Tokenizer, request: Request) -> Iterator[str]:
+    """Yield the text that continues a request's prompt, as it is drawn. Raises as `stream`."""
+    engine = Engine(gpt, tokenizer.n_vocab, max_streams=1)
+    text = Generation(request, tokenizer)
+    engine.submit([text])
+    return stream(engine, text)

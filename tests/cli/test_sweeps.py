@@ -177,10 +177,15 @@ def test_a_search_goes_on_after_failed_runs_and_names_them(command, optuna_args,
     [
         (["seed=range(0,0)"], "seed=range(0,0) names no value: write seed=a,b for a run with each"),
         (["run_dir=", "seed=1,2"], "run_dir is empty, or this folder: give one for the sweep"),
-        pytest.param(
-            [SEARCH, "hydra.sweeper.storage=sqlite:///x.db"],
-            "hydra.sweeper.storage is not needed",
-            marks=pytest.mark.slow,
+        *(
+            pytest.param(options, message, marks=pytest.mark.slow)
+            for options, message in [
+                (["hydra/launcher=joblib", "hydra.launcher.n_jobs=0"], "n_jobs=0 starts no worker: use 1"),
+                (["hydra/launcher=submitit_slurm"], "submitit_slurm needs srun"),
+                ([SEARCH, "hydra.sweeper.n_trials=0", "seed=choice(1,2)"], "n_trials=0 is too few: use 1 or"),
+                ([SEARCH, "optim.max_lr=1e-3"], "hydra/sweeper=optuna has nothing to search: give a range"),
+                ([SEARCH, "hydra.sweeper.storage=sqlite:///x.db"], "hydra.sweeper.storage is not needed"),
+            ]
         ),
     ],
 )
@@ -260,7 +265,7 @@ def test_joblib_has_a_worker_for_every_gpu(monkeypatch, visible, n_jobs):
     choices = {"hydra/launcher": "joblib", "hydra/sweeper": "basic"}
     config = OmegaConf.create({"runtime": {"choices": choices}, "launcher": {"n_jobs": -1}})
     expected = [] if n_jobs == -1 else [f"hydra.launcher.n_jobs={n_jobs}"]
-    assert _settings_of_plugins(config) == expected
+    assert _settings_of_plugins(config, has_values=True) == expected
 
 
 # ----- what a file may not

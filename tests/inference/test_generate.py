@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from texts import drawn_without_engine, gpt_of
+from texts import BYTES, drawn_without_engine, gpt_of
 
 from common.settings import decode
-from inference.engine import read
+from inference.engine import generate, read
+from inference.generation import Request
 from inference.sampling import SamplingConfig, draw, weigh
 
 
@@ -157,3 +158,11 @@ def test_tokens_come_as_often_as_their_probabilities():
     counts = torch.bincount(torch.tensor(tokens), minlength=50)
     chi2 = ((counts - n * expected) ** 2 / (n * expected)).sum().item()
     assert chi2 < 49 + 6 * (2 * 49) ** 0.5  # mean and six deviations of chi-squared with 49 degrees of freedom
+
+
+def test_a_text_from_python_is_that_of_its_tokens():
+    gpt, prompt, sampling = gpt_of(), tuple(b"def main("), SamplingConfig(top_k=40)
+    ids = drawn_without_engine(gpt, [torch.tensor(prompt)], 20, BYTES.n_vocab, sampling, seed=3)[0].tolist()
+    texts = list(generate(gpt, BYTES, Request(prompt, max_tokens=20, sampling=sampling, seed=3)))
+    assert len(texts) > 1
+    assert "".join(texts) == BYTES.decode_bytes(ids[: ids.index(256)] if 256 in ids else ids).decode(errors="replace")
