@@ -549,14 +549,6 @@ class GPT(nn.Module):
         x = torch.cat(outputs, dim=1).view(*token_ids.shape, -1)
         return x, cat_states(states)
 
-    def initial_state(self, B: int) -> GPTState:
-        """The state of B texts before their first tokens, for models with `constant_state`; None
-        means the same."""
-        device = self.device
-        layers = tuple(block.initial_state(B, device) for block in self.blocks)
-        ngrams = self.ngrams.initial_state(B, device) if self.config.ngrams else None
-        return GPTState(self.position.initial_state(B, device), layers, ngrams)
-
     def token_losses(
         self,
         token_ids: Tensor,

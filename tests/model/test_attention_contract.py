@@ -22,7 +22,7 @@ from inference.sampling import SamplingConfig
 from model.attention import ATTENTION, AttentionConfig
 from model.attention.base import AttentionSettings, Forgetting
 from model.attention.log_space import LogSpaceSignedConfig
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPT, GPTConfig, GPTState
 from model.position import Positions, RotaryPosition
 from model.state import cat_states, restored, select_rows, state_bytes, tensors_of
 
@@ -409,7 +409,8 @@ def test_a_text_goes_on_from_the_state_before_its_first_token(case, position):
     """It has its size from the beginning, and means the same as None."""
     gpt, text = gpt_of(attention=case, position={"name": position}, block={"name": "mlp", "conv": 4}), ids(70, B=2)
     with torch.no_grad():
-        wanted, state = gpt(text), gpt.initial_state(2)
+        wanted, (first, *layers) = gpt(text), [x.initial_state(2, gpt.device) for x in (gpt.position, *gpt.blocks)]
+        state = GPTState(first, tuple(layers))
         gpt.config.check_constant_state("carried state", from_empty=True)
         for piece in text.split([20, 1, 49], dim=1):
             shapes = {name: (x.shape, x.dtype) for name, x in tensors_of(state).items()}
