@@ -33,14 +33,9 @@ def _swiglu(x: Tensor) -> Tensor:
     return silu(a) * b
 
 
-def _relu2(x: Tensor) -> Tensor:
-    return x.relu().square()
-
-
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": partial(gelu, approximate="tanh"),
     "swiglu": _swiglu,
-    "relu2": _relu2,
 }
 
 
@@ -57,16 +52,12 @@ class MLPConfig(Settings, defaults="model/block/mlp"):
     expansion: int = Field(ge=1, le=2**24)
     """Hidden features of the MLP, as a multiple of n_embd. swiglu has two thirds as many, and so
     the same number of parameters."""
-    activation: Literal["gelu", "swiglu", "relu2"]
-    """gelu: GPT-2's, by tanh; swiglu: silu(a) b for two halves of the features (Shazeer 2020);
-    relu2: relu(x)^2."""
-    zero_init: bool
-    """Whether both projections back to the residual stream start at 0, so that the block starts as
-    the identity."""
+    activation: Literal["gelu", "swiglu"]
+    """gelu: GPT-2's, by tanh; swiglu: silu(a) b for two halves of the features (Shazeer 2020)."""
     conv: Literal[0, 4]
     """Width of causal convolutions over each feature that attention and MLP read; 0: none.
 
-    They are the Canon layers A and C of Allen-Zhu 2025; attention.conv is B."""
+    They are the Canon layers A and C of Allen-Zhu 2025."""
 
 
 BlockConfig = Annotated[GLUConfig | MLPConfig, Field(discriminator="name")]
@@ -101,7 +92,7 @@ class GLUBlock(Block):
 
     def __init__(self, config: "GPTConfig", attention: Attention) -> None:
         super().__init__()
-        self.norm = config.new_norm()
+        self.norm = nn.LayerNorm(config.n_embd)
         self.attention = attention
         self.gate = FusedLinear(attention.n_out, [config.n_embd] * 2)
         self.proj = Linear(config.n_embd, config.n_embd, bias=False)
@@ -117,8 +108,8 @@ class MLPBlock(Block):
     """GPT-2's pre-norm block (Radford et al. 2019) with its initial values.
 
     Weights of all linear layers are drawn from N(0, 1 / (3 n_embd)), which is GPT-2's 0.02 at 768
-    features. Weights of projections back to the residual stream are divided by sqrt(2 n_layer), or
-    0 with `zero_init`. Biases start at 0.
+    features. Weights of projections back to the residual stream are divided by sqrt(2 n_layer).
+    Biases start at 0.
     """
 
     def __init__(self, config: "GPTConfig", attention: Attention) -> None:
@@ -131,10 +122,10 @@ class MLPBlock(Block):
         if settings.activation == "swiglu":
             n_hidden = ceil_div(n_hidden, 12) * 8
             n_matrices = 2
-        self.norm_attention = config.new_norm()
+        self.norm_attention = nn.LayerNorm(n_embd)
         self.attention = attention
         self.proj = Linear(attention.n_out, n_embd)
-        self.norm_mlp = config.new_norm()
+        self.norm_mlp = nn.LayerNorm(n_embd)
         self.up = FusedLinear(n_embd, [n_hidden] * n_matrices)
         self.down = Linear(n_hidden, n_embd)
         self.activation = _ACTIVATIONS[settings.activation]
@@ -148,7 +139,7 @@ class MLPBlock(Block):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.std = std
-        std_to_residual = 0.0 if settings.zero_init else std / (2 * config.n_layer) ** 0.5
+        std_to_residual = std / (2 * config.n_layer) ** 0.5
         self.proj.std = std_to_residual
         self.down.std = std_to_residual
 
@@ -223,8 +214,6 @@ class GPTConfig(Settings):
     """Lengths of strings in ascending order: every token sees what followed the last n tokens the
     last time they occurred in the text, for the longest n that did. The state has one size. []:
     none."""
-    norm: Literal["layer", "rms"] = "layer"
-    """Norms of blocks and before the output: LayerNorm, or RMSNorm (Zhang and Sennrich 2019)."""
     tied: bool = True
     """Whether the output layer shares the embedding's weights."""
     logit_cap: float | None = Field(None, gt=0, allow_inf_nan=False)
@@ -331,12 +320,6 @@ class GPTConfig(Settings):
         """Rows of the embedding, with padding."""
         return ceil_div(self.n_vocab, self.pad_vocab) * self.pad_vocab
 
-    def new_norm(self) -> nn.Module:
-        """Create a norm of n_embd features."""
-        if self.norm == "layer":
-            return nn.LayerNorm(self.n_embd)
-        return nn.RMSNorm(self.n_embd, eps=1e-6)
-
     @property
     def head_features(self) -> int:
         """head_dim, or its default."""
@@ -401,7 +384,7 @@ class GPT(nn.Module):
             for layer in config.layers:
                 attention = layer.build(config.n_embd, config.n_head, config.head_features)
                 self.blocks.append(_BLOCKS[config.block.name](config, attention))
-            self.norm = config.new_norm()
+            self.norm = nn.LayerNorm(config.n_embd)
             if not config.tied:
                 self.output = Linear(config.n_embd, config.n_vocab_padded, bias=False)
         if device.type != "meta":

@@ -168,7 +168,7 @@ def take_step(
     state = run.state
     step = state.step + 1
     factor = config.schedule.factor(state.step, config.max_steps)
-    config.optim.schedule(run.optimizer, factor, state.step / config.max_steps)
+    config.optim.schedule(run.optimizer, factor)
     try:
         result = train_step(
             run.summed_loss,

@@ -108,7 +108,7 @@ class LogSpaceAttention(Attention):
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
         return cast(Tensor, naive_log_attention(q, k, v, log_f))
 
-    def empty(self, B: int, device: torch.device) -> LogAttentionState:
+    def initial_state(self, B: int, device: torch.device) -> LogAttentionState:
         no_tokens = torch.empty(B, self.n_head, 0, 1, dtype=self.qkv.weight.dtype, device=device)
         q = no_tokens.expand(-1, -1, -1, self.state_features)
         log_v = no_tokens.expand(-1, -1, -1, self.signs * self.d_val)

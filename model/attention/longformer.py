@@ -77,12 +77,12 @@ class LongformerAttention(SparseAttention):
         self.qkv_global.load_state_dict(self.qkv.state_dict())
 
     def mix(
-        self, x: Tensor, features: Tensor, positions: Positions, state: Any, return_state: bool
+        self, x: Tensor, positions: Positions, state: Any, return_state: bool
     ) -> tuple[Tensor, Any]:
         if state is None:
             state = (None, None, None)
         local, k_global, v_global = state
-        q, k, v = self.project(features, positions.rotation)
+        q, k, v = self.project(self.qkv(x), positions.rotation)
         y, local_after = self.attend(q, k, v, Forgetting(), local, return_state)
         lengths = local.lengths if local else (0,)
         if min(lengths) < self.n_global:

@@ -152,7 +152,7 @@ class SparseAttention(MultiHeadAttention):
     ) -> tuple[Tensor, SparseCache | None]:
         starts = forgetting.document_starts
         if starts is not None and return_state and state is None:
-            state = self.empty(len(q), q.device)
+            state = self.initial_state(len(q), q.device)
         if state is not None:
             return self._continue(q, k, v, state, starts)
         if starts is not None:
@@ -161,7 +161,7 @@ class SparseAttention(MultiHeadAttention):
         after = SparseCache.of(k, v, self.patterns) if return_state else None
         return y, after
 
-    def empty(self, B: int, device: torch.device) -> SparseCache:
+    def initial_state(self, B: int, device: torch.device) -> SparseCache:
         dtype = self.qkv.weight.dtype
         return SparseCache.empty(B, self.n_kv_head, self.head_dim, self.patterns, dtype, device)
 

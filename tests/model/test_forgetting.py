@@ -129,7 +129,7 @@ def test_flex_attention_forgets_as_the_definition_does(eager_flex, monkeypatch, 
     x, g = torch.randn(2, 2, T, 32, dtype=torch.float64)
     (found, _), gates = module(x, Positions(document_starts=starts)), module.forgetting(x).log_f
     mask = document_pattern_mask([CAUSAL], starts)
-    q_k_v = module.project(module.features(x)[0], None)
+    q_k_v = module.project(module.qkv(x), None)
     wanted = module.join(masked_attention(*q_k_v, mask, gates), None)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     parameters = list(module.parameters())

@@ -138,7 +138,7 @@ def test_a_recomputed_model_compiles_in_one_graph(how, by_block):
     """As ddp and as fsdp compile it. Convolutions write in place, of which torch warns with "selective"."""
     results = []
     for kind in ("none", how):
-        conv = {"attention": {"name": "log_space", "conv": 4}, "block": {"name": "mlp", "conv": 4}}
+        conv = {"attention": {"name": "log_space"}, "block": {"name": "mlp", "conv": 4}}
         gpt = build(kind, **conv, ngrams=[1, 2])
         torch.compiler.reset()
         for module in gpt.blocks if by_block else [gpt]:
