@@ -261,7 +261,7 @@ class GPTConfig(Settings):
 
     def _check_attention(self, layer: AttentionConfig) -> None:
         """Raise ValueError if a layer's mechanism does not fit the other settings."""
-        layer.check(self.n_head, self.head_features, self.max_len)
+        layer.check(self.n_head, self.head_features)
         if self.position.name != "rotary":
             return
         if not layer.suits_rotary:

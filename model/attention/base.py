@@ -49,12 +49,8 @@ class AttentionSettings(Settings, defaults="attention_parts"):
         attention.add_options(self)
         return attention
 
-    def check(self, n_head: int, head_dim: int, max_len: int | None) -> None:
-        """Raise a ValueError of one line if the mechanism does not fit the model.
-
-        Args:
-            max_len: most tokens of a text; None: no limit.
-        """
+    def check(self, n_head: int, head_dim: int) -> None:
+        """Raise a ValueError of one line if the mechanism does not fit the model."""
 
     def check_documents(self) -> None:
         """Raise a ValueError of one line if the mechanism cannot keep documents apart."""
@@ -77,7 +73,7 @@ class SharedHeadSettings(AttentionSettings):
     n_kv_head: int | None = Field(ge=1)
     """Key and value heads, a divisor of n_head; null: n_head; 1: one for all query heads."""
 
-    def check(self, n_head: int, head_dim: int, max_len: int | None) -> None:
+    def check(self, n_head: int, head_dim: int) -> None:
         """Raise ValueError if the query heads cannot share their key and value heads evenly."""
         if self.n_kv_head is not None and n_head % self.n_kv_head:
             divisors = ", ".join(str(n) for n in range(1, n_head + 1) if n_head % n == 0)

@@ -33,7 +33,7 @@ class _Sizes(ForgettingSettings, defaults="model/attention/log_space"):
     """Whether the similarity is a product of two, each of half of the features: the state then has
     a feature for each pair of one in the first half and one in the second, (d_key / 2)^2 in all."""
 
-    def check(self, n_head: int, head_dim: int, max_len: int | None) -> None:
+    def check(self, n_head: int, head_dim: int) -> None:
         """Raise ValueError if there are no halves."""
         if self.product and self.query_dim(head_dim) % 2:
             raise ValueError(f"d_key={self.d_key} is odd: product=true needs an even number")

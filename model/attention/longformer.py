@@ -27,14 +27,6 @@ class LongformerConfig(SharedHeadSettings, defaults="model/attention/longformer"
     n_global: int = Field(ge=1, le=LARGEST)
     """Tokens at the beginning that all later tokens attend to as well."""
 
-    def check(self, n_head: int, head_dim: int, max_len: int | None) -> None:
-        super().check(n_head, head_dim, max_len)
-        if max_len is not None and self.n_global > max_len:
-            raise ValueError(
-                f"n_global={self.n_global} is more than the model's {max_len} positions: "
-                f"use at most {max_len}"
-            )
-
     def check_documents(self) -> None:
         raise ValueError(
             "longformer's global tokens are the first of a window, not of a document: "

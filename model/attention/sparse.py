@@ -39,8 +39,8 @@ class SlidingWindowConfig(SharedHeadSettings, defaults="model/attention/sliding_
     dilation: _Gap | tuple[_Gap | None, ...] | None
     """Keys skipped between two keys of the window; null: none; a list has an item for each head."""
 
-    def check(self, n_head: int, head_dim: int, max_len: int | None) -> None:
-        super().check(n_head, head_dim, max_len)
+    def check(self, n_head: int, head_dim: int) -> None:
+        super().check(n_head, head_dim)
         for name, value in (("window", self.window), ("dilation", self.dilation)):
             if isinstance(value, tuple) and len(value) != n_head:
                 raise ValueError(
@@ -69,8 +69,8 @@ class _TwoSetsConfig(SharedHeadSettings):
     pattern: ClassVar[Callable[..., Pattern]]
     """(self, which) -> the keys in "A1", "A2" or "both"."""
 
-    def check(self, n_head: int, head_dim: int, max_len: int | None) -> None:
-        super().check(n_head, head_dim, max_len)
+    def check(self, n_head: int, head_dim: int) -> None:
+        super().check(n_head, head_dim)
         if n_head == 1 and not self.merge:
             raise ValueError("n_head=1 leaves no head for A2: set merge=true, or use more heads")
 

@@ -470,13 +470,6 @@ def test_a_name_in_a_pattern_is_the_models_own_attention_or_the_defaults():
             "pattern.1: rotary positions do not help log_space: use position log_recurrence, learned or none",
         ),
         (
-            {
-                "attention_pattern": ["softmax", {"name": "longformer", "n_global": 9}],
-                "position": {"name": "learned", "max_len": 8},
-            },
-            "n_global=9 is more than the model's 8 positions: use at most 8",
-        ),
-        (
             {"attention_pattern": ["softmax", {"name": "fixed", "size": 6, "width": 7}]},
             "config attention_pattern.1: width=7 is more than an interval has: use 1 to size=6",
         ),
