@@ -22,7 +22,7 @@ from model.attention.base import Attention, AttentionSettings
 from model.layers import Embedding, FusedLinear, Linear, Recompute, recomputing
 from model.ngrams import NGramMemory
 from model.ops.causal_conv import causal_conv, init_conv, no_inputs
-from model.ops.linear_cross_entropy import capped, summed_loss, token_losses
+from model.ops.linear_cross_entropy import summed_loss, token_losses
 from model.ops.ngrams import NGramState
 from model.position import NO_POSITIONS, PositionConfig, Positions
 from model.state import cat_states, select_rows
@@ -216,8 +216,6 @@ class GPTConfig(Settings):
     none."""
     tied: bool = True
     """Whether the output layer shares the embedding's weights."""
-    logit_cap: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Logits x become cap tanh(x / cap); null: no cap."""
 
     @model_validator(mode="before")
     @classmethod
@@ -443,7 +441,7 @@ class GPT(nn.Module):
         """Output layer: (..., n_embd) -> (..., n_vocab). Padding rows have no logits here, but
         losses include them."""
         logits = x @ self.embed.weight.T if self.config.tied else self.output(x)
-        return capped(logits[..., : self.config.n_vocab], self.config.logit_cap)
+        return logits[..., : self.config.n_vocab]
 
     def features(
         self,
@@ -544,8 +542,7 @@ class GPT(nn.Module):
         With `return_state` also the state: as `forward`.
         """
         x, state = self.features(token_ids, state, return_state)
-        cap = self.config.logit_cap
-        losses = token_losses(x.flatten(0, 1), self.output_weight, targets.flatten(), cap)
+        losses = token_losses(x.flatten(0, 1), self.output_weight, targets.flatten())
         losses = losses.view_as(targets)
         return (losses, state) if return_state else losses
 
@@ -565,8 +562,7 @@ class GPT(nn.Module):
         x, state = self.features(token_ids, state, return_state, call_layer)
         if targets is None:
             return None, state
-        cap = self.config.logit_cap
-        loss = summed_loss(x.flatten(0, 1), self.output_weight, targets.flatten(), cap)
+        loss = summed_loss(x.flatten(0, 1), self.output_weight, targets.flatten())
         return (loss, state) if return_state else loss
 
     def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:

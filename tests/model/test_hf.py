@@ -71,7 +71,7 @@ def configs():
     yield "flagship", config_of(**parts, ngrams=[1, 3])
     attention = {"name": "log_space", "decay": "head", "gate": "sigmoid"}
     block = {"name": "mlp", "conv": 4, "activation": "swiglu"}
-    rest = {"ngrams": [1, 2], "tied": False, "logit_cap": 5.0, "position": {"name": "none"}}
+    rest = {"ngrams": [1, 2], "tied": False, "position": {"name": "none"}}
     yield "all_parts", config_of(attention=attention, block=block, **rest)
     forgets = {"name": "softmax", "decay": "head"}
     yield "forgets", config_of(attention=forgets, block={"name": "mlp"}, position={"name": "rotary"})
@@ -319,7 +319,6 @@ def test_files_of_old_versions_give_the_same_weights(gpt2, tmp_path):
         ({"attention": {"name": "softmax", "decay": "head"}}, False),
         ({"attention": {"name": "softmax", "gate": "silu"}}, False),
         ({"tied": False}, False),
-        ({"logit_cap": 30.0}, False),
         ({"ngrams": [1]}, False),
     ],
 )

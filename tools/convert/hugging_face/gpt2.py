@@ -59,7 +59,7 @@ def is_gpt2(config: GPTConfig) -> bool:
         return False
     if config.position.name != "learned" or not config.tied:
         return False
-    return not config.logit_cap and not config.ngrams
+    return not config.ngrams
 
 
 class _GPT2Config(Settings):
