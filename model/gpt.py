@@ -19,10 +19,10 @@ from common.numbers import ceil_div
 from common.settings import Settings, variant_names
 from model.attention import ATTENTION, AttentionConfig
 from model.attention.base import Attention, AttentionSettings
-from model.layers import Embedding, FusedLinear, Linear, Recompute, gated_linear, recomputing
+from model.layers import Embedding, FusedLinear, Linear, Recompute, recomputing
 from model.ngrams import NGramMemory
 from model.ops.causal_conv import causal_conv, init_conv, no_inputs
-from model.ops.linear_cross_entropy import capped, summed_loss, token_losses
+from model.ops.linear_cross_entropy import summed_loss, token_losses
 from model.ops.ngrams import NGramState
 from model.position import NO_POSITIONS, PositionConfig, Positions
 from model.state import cat_states, select_rows
@@ -33,14 +33,9 @@ def _swiglu(x: Tensor) -> Tensor:
     return silu(a) * b
 
 
-def _relu2(x: Tensor) -> Tensor:
-    return x.relu().square()
-
-
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": partial(gelu, approximate="tanh"),
     "swiglu": _swiglu,
-    "relu2": _relu2,
 }
 
 
@@ -57,16 +52,12 @@ class MLPConfig(Settings, defaults="model/block/mlp"):
     expansion: int = Field(ge=1, le=2**24)
     """Hidden features of the MLP, as a multiple of n_embd. swiglu has two thirds as many, and so
     the same number of parameters."""
-    activation: Literal["gelu", "swiglu", "relu2"]
-    """gelu: GPT-2's, by tanh; swiglu: silu(a) b for two halves of the features (Shazeer 2020);
-    relu2: relu(x)^2."""
-    zero_init: bool
-    """Whether both projections back to the residual stream start at 0, so that the block starts as
-    the identity."""
+    activation: Literal["gelu", "swiglu"]
+    """gelu: GPT-2's, by tanh; swiglu: silu(a) b for two halves of the features (Shazeer 2020)."""
     conv: Literal[0, 4]
     """Width of causal convolutions over each feature that attention and MLP read; 0: none.
 
-    They are the Canon layers A and C of Allen-Zhu 2025; attention.conv is B."""
+    They are the Canon layers A and C of Allen-Zhu 2025."""
 
 
 BlockConfig = Annotated[GLUConfig | MLPConfig, Field(discriminator="name")]
@@ -101,7 +92,7 @@ class GLUBlock(Block):
 
     def __init__(self, config: "GPTConfig", attention: Attention) -> None:
         super().__init__()
-        self.norm = config.new_norm()
+        self.norm = nn.LayerNorm(config.n_embd)
         self.attention = attention
         self.gate = FusedLinear(attention.n_out, [config.n_embd] * 2)
         self.proj = Linear(config.n_embd, config.n_embd, bias=False)
@@ -110,18 +101,15 @@ class GLUBlock(Block):
         self, x: Tensor, state: Any, positions: Positions, return_state: bool
     ) -> tuple[Tensor, Any]:
         y, state = self.attention(self.norm(x), positions, state, return_state)
-        h = self.gate(y)
-        if isinstance(self.proj, Linear):
-            return x + gated_linear(h, self.proj.weight), state
-        return x + self.proj(glu(h)), state  # an adapter replaces the layer
+        return x + self.proj(glu(self.gate(y))), state
 
 
 class MLPBlock(Block):
     """GPT-2's pre-norm block (Radford et al. 2019) with its initial values.
 
     Weights of all linear layers are drawn from N(0, 1 / (3 n_embd)), which is GPT-2's 0.02 at 768
-    features. Weights of projections back to the residual stream are divided by sqrt(2 n_layer), or
-    0 with `zero_init`. Biases start at 0.
+    features. Weights of projections back to the residual stream are divided by sqrt(2 n_layer).
+    Biases start at 0.
     """
 
     def __init__(self, config: "GPTConfig", attention: Attention) -> None:
@@ -134,10 +122,10 @@ class MLPBlock(Block):
         if settings.activation == "swiglu":
             n_hidden = ceil_div(n_hidden, 12) * 8
             n_matrices = 2
-        self.norm_attention = config.new_norm()
+        self.norm_attention = nn.LayerNorm(n_embd)
         self.attention = attention
         self.proj = Linear(attention.n_out, n_embd)
-        self.norm_mlp = config.new_norm()
+        self.norm_mlp = nn.LayerNorm(n_embd)
         self.up = FusedLinear(n_embd, [n_hidden] * n_matrices)
         self.down = Linear(n_hidden, n_embd)
         self.activation = _ACTIVATIONS[settings.activation]
@@ -151,7 +139,7 @@ class MLPBlock(Block):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.std = std
-        std_to_residual = 0.0 if settings.zero_init else std / (2 * config.n_layer) ** 0.5
+        std_to_residual = std / (2 * config.n_layer) ** 0.5
         self.proj.std = std_to_residual
         self.down.std = std_to_residual
 
@@ -226,12 +214,8 @@ class GPTConfig(Settings):
     """Lengths of strings in ascending order: every token sees what followed the last n tokens the
     last time they occurred in the text, for the longest n that did. The state has one size. []:
     none."""
-    norm: Literal["layer", "rms"] = "layer"
-    """Norms of blocks and before the output: LayerNorm, or RMSNorm (Zhang and Sennrich 2019)."""
     tied: bool = True
     """Whether the output layer shares the embedding's weights."""
-    logit_cap: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Logits x become cap tanh(x / cap); null: no cap."""
 
     @model_validator(mode="before")
     @classmethod
@@ -275,7 +259,7 @@ class GPTConfig(Settings):
 
     def _check_attention(self, layer: AttentionConfig) -> None:
         """Raise ValueError if a layer's mechanism does not fit the other settings."""
-        layer.check(self.n_head, self.head_features, self.max_len)
+        layer.check(self.n_head, self.head_features)
         if self.position.name != "rotary":
             return
         if not layer.suits_rotary:
@@ -333,12 +317,6 @@ class GPTConfig(Settings):
     def n_vocab_padded(self) -> int:
         """Rows of the embedding, with padding."""
         return ceil_div(self.n_vocab, self.pad_vocab) * self.pad_vocab
-
-    def new_norm(self) -> nn.Module:
-        """Create a norm of n_embd features."""
-        if self.norm == "layer":
-            return nn.LayerNorm(self.n_embd)
-        return nn.RMSNorm(self.n_embd, eps=1e-6)
 
     @property
     def head_features(self) -> int:
@@ -404,7 +382,7 @@ class GPT(nn.Module):
             for layer in config.layers:
                 attention = layer.build(config.n_embd, config.n_head, config.head_features)
                 self.blocks.append(_BLOCKS[config.block.name](config, attention))
-            self.norm = config.new_norm()
+            self.norm = nn.LayerNorm(config.n_embd)
             if not config.tied:
                 self.output = Linear(config.n_embd, config.n_vocab_padded, bias=False)
         if device.type != "meta":
@@ -463,7 +441,7 @@ class GPT(nn.Module):
         """Output layer: (..., n_embd) -> (..., n_vocab). Padding rows have no logits here, but
         losses include them."""
         logits = x @ self.embed.weight.T if self.config.tied else self.output(x)
-        return capped(logits[..., : self.config.n_vocab], self.config.logit_cap)
+        return logits[..., : self.config.n_vocab]
 
     def features(
         self,
@@ -552,14 +530,6 @@ class GPT(nn.Module):
         x = torch.cat(outputs, dim=1).view(*token_ids.shape, -1)
         return x, cat_states(states)
 
-    def initial_state(self, B: int) -> GPTState:
-        """The state of B texts before their first tokens, for models with `constant_state`; None
-        means the same."""
-        device = self.device
-        layers = tuple(block.initial_state(B, device) for block in self.blocks)
-        ngrams = self.ngrams.initial_state(B, device) if self.config.ngrams else None
-        return GPTState(self.position.initial_state(B, device), layers, ngrams)
-
     def token_losses(
         self,
         token_ids: Tensor,
@@ -572,8 +542,7 @@ class GPT(nn.Module):
         With `return_state` also the state: as `forward`.
         """
         x, state = self.features(token_ids, state, return_state)
-        cap = self.config.logit_cap
-        losses = token_losses(x.flatten(0, 1), self.output_weight, targets.flatten(), cap)
+        losses = token_losses(x.flatten(0, 1), self.output_weight, targets.flatten())
         losses = losses.view_as(targets)
         return (losses, state) if return_state else losses
 
@@ -593,8 +562,7 @@ class GPT(nn.Module):
         x, state = self.features(token_ids, state, return_state, call_layer)
         if targets is None:
             return None, state
-        cap = self.config.logit_cap
-        loss = summed_loss(x.flatten(0, 1), self.output_weight, targets.flatten(), cap)
+        loss = summed_loss(x.flatten(0, 1), self.output_weight, targets.flatten())
         return (loss, state) if return_state else loss
 
     def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:

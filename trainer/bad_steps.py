@@ -1,6 +1,5 @@
 """Steps whose loss or gradient is not finite: they halt the run, or are skipped."""
 
-import math
 from collections.abc import Iterable
 
 from torch import Tensor
@@ -9,13 +8,6 @@ from common.console import warn
 from common.settings import JsonDict, UserError
 from runtime.distributed import World
 from trainer.start import Run
-
-
-def why_bad(loss: float, grad_norm: float) -> str | None:
-    """Return why a step must not change the weights, or None; the same in all processes."""
-    if math.isfinite(loss) and math.isfinite(grad_norm):
-        return None
-    return f"loss is {loss} and the gradient's norm {grad_norm}"
 
 
 def _first_not_finite(named: Iterable[tuple[str, Tensor]], world: World) -> list[str]:

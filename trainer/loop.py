@@ -19,7 +19,7 @@ from runtime.device import Runtime, open_runtime, peak_flops
 from runtime.distributed import World, join_world
 from runtime.losses import evaluate
 from trainer.announce import TrainingProgress, announce
-from trainer.bad_steps import skip, why_bad
+from trainer.bad_steps import skip
 from trainer.config import TrainConfig
 from trainer.init_from import open_source
 from trainer.records import Records
@@ -168,7 +168,7 @@ def take_step(
     state = run.state
     step = state.step + 1
     factor = config.schedule.factor(state.step, config.max_steps)
-    config.optim.schedule(run.optimizer, factor, state.step / config.max_steps)
+    config.optim.schedule(run.optimizer, factor)
     try:
         result = train_step(
             run.summed_loss,
@@ -177,7 +177,6 @@ def take_step(
             run.runtime,
             run.world,
             grad_clip=config.optim.grad_clip,
-            refuse=why_bad,
             asked_to_stop=asked_to_stop,
         )
     except RuntimeError as error:

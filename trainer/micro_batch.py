@@ -56,11 +56,7 @@ def choose_micro_batch(
             # Blocks of this size must not fragment the memory of the next trial.
             torch.cuda.empty_cache()
 
-    def fits_everywhere(size: int) -> bool:
-        answers = world.gather(torch.tensor([fits(size)], device=world.device))
-        return all(bool(answer) for answer in answers)
-
-    chosen = largest(fits_everywhere, share)
+    chosen = largest(lambda size: all(world.exchange(fits(size))), share)
     if is_compiled(summed_loss):
         torch.compiler.reset()  # code compiled for many sizes is slower than code for one
     where = f"the {memory / 1e9:.1f} GB of {device_name(world.device)}"

@@ -54,8 +54,8 @@ class AdamWConfig(Settings, defaults="optim/adamw"):
         """Numbers of the optimizer's state for each parameter."""
         return 2.0
 
-    def schedule(self, optimizer: torch.optim.Optimizer, factor: float, progress: float) -> None:
-        """Set the learning rate. `progress` is the share of steps that are done."""
+    def schedule(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+        """Set the learning rate."""
         for group in optimizer.param_groups:
             group["lr"] = self.max_lr * factor * group.get("scale", 1.0)
 
@@ -94,9 +94,6 @@ class MuonConfig(AdamWConfig, defaults="optim/muon"):
     name: Literal["muon"]  # type: ignore[assignment]
     momentum: float = Field(ge=0, lt=1)
     """Decay of the running mean of a matrix's gradient."""
-    weight_decay_end: float = Field(ge=0, le=1)
-    """Weight decay of the matrices at the end of the run, as a factor of that at the beginning;
-    linear between."""
 
     def build(
         self, gpt: GPT, world: World | None = None, dtype: torch.dtype = torch.float32
@@ -107,11 +104,6 @@ class MuonConfig(AdamWConfig, defaults="optim/muon"):
 
     def means(self, gpt: GPT) -> float:
         return 2.0 - sum(layer.weight.numel() for layer in block_matrices(gpt)) / gpt.n_params()
-
-    def schedule(self, optimizer: torch.optim.Optimizer, factor: float, progress: float) -> None:
-        super().schedule(optimizer, factor, progress)
-        decay_factor = 1 + (self.weight_decay_end - 1) * progress
-        optimizer.param_groups[0]["weight_decay"] = self.weight_decay * decay_factor
 
 
 OptimConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="name")]

@@ -48,7 +48,7 @@ class _Schedule(Settings):
 
 
 class OneCycle(_Schedule, defaults="schedule/one_cycle"):
-    """Rise to the maximum in warmup_steps, then fall to the end (Smith & Topin 2018).
+    """Rise to the maximum in warmup_steps, then fall to the end, by cosines (Smith & Topin 2018).
 
     The published model's schedule. Equal to torch's OneCycleLR with pct_start = warmup_steps /
     max_steps, div_factor = 1 / start and final_div_factor = start / end.
@@ -61,15 +61,12 @@ class OneCycle(_Schedule, defaults="schedule/one_cycle"):
     """First learning rate, as a factor of the maximum."""
     end: float = Field(ge=0, le=1)
     """Last learning rate, as a factor of the maximum."""
-    anneal: Literal["cos", "linear"]
-    """Shape of the rise and the fall."""
 
     def factor(self, step: int, max_steps: int) -> float:
-        shape = _cosine if self.anneal == "cos" else _linear
         peak = self.warmup(max_steps) - 1
         if step < peak:
-            return shape(self.start, 1.0, step / peak)
-        return shape(1.0, self.end, _progress(step, peak, max_steps - 1))
+            return _cosine(self.start, 1.0, step / peak)
+        return _cosine(1.0, self.end, _progress(step, peak, max_steps - 1))
 
 
 class Cosine(_Schedule, defaults="schedule/cosine"):
@@ -84,7 +81,7 @@ class Cosine(_Schedule, defaults="schedule/cosine"):
 
 
 class WSD(_Schedule, defaults="schedule/wsd"):
-    """Linear warm-up, constant phase, decay (Hu et al. 2024).
+    """Linear warm-up, constant phase, linear decay (Hu et al. 2024).
 
     The constant phase can be extended at any time.
     """
@@ -95,12 +92,10 @@ class WSD(_Schedule, defaults="schedule/wsd"):
     """Length of the decay, as a fraction of max_steps; 1: from the end of the warm-up."""
     end: float = Field(ge=0, le=1)
     """Last learning rate, as a factor of the maximum."""
-    anneal: Literal["linear", "sqrt"]
-    """Shape of the decay: a line, or 1 - sqrt (Hägele et al. 2024), which falls faster at first."""
 
     def after_warmup(self, step: int, max_steps: int) -> float:
         progress = _progress(step, self.falls_after(max_steps), max_steps - 1)
-        return _linear(1.0, self.end, progress if self.anneal == "linear" else math.sqrt(progress))
+        return 1.0 + (self.end - 1.0) * progress
 
     def falls_after(self, max_steps: int) -> int:
         return max(self.warmup(max_steps), max_steps - 1 - round(self.decay * max_steps))
@@ -126,7 +121,3 @@ def _progress(step: int, first: int, last: int) -> float:
 
 def _cosine(a: float, b: float, progress: float) -> float:
     return b + (a - b) / 2 * (1 + math.cos(math.pi * progress))
-
-
-def _linear(a: float, b: float, progress: float) -> float:
-    return a + (b - a) * progress

@@ -1,5 +1,6 @@
 """One training step: passes over micro-batches, clipping, and the optimizer's update."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -81,7 +82,6 @@ def train_step(
     world: World | None = None,
     *,
     grad_clip: float | None = None,
-    refuse: Callable[[float, float], str | None] = lambda loss, grad_norm: None,
     asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> StepResult | None:
     """Update the weights once, by the gradient of the mean loss over all valid tokens of the batch.
@@ -94,7 +94,6 @@ def train_step(
         micro_batches: this process's share of the global batch.
         world: the processes that train together; None: this one alone.
         grad_clip: largest norm of the whole gradient; None: not clipped.
-        refuse: gets loss and gradient norm before the update; returns why it must not happen.
         asked_to_stop: asked after the backward passes; the answer travels with the loss, so that
             all processes stop after the same step. A process that is alone is also asked before
             each micro-batch.
@@ -126,13 +125,20 @@ def train_step(
     # Nothing else in a step makes the CPU wait for a GPU.
     results = torch.stack([sums[0] / n_valid, norm.double(), sums[1], sums[2]])
     loss, grad_norm, asked, tiles = results.tolist()
-    refused = refuse(loss, grad_norm)
+    refused = why_bad(loss, grad_norm)
     if refused is None:
         if grad_clip is not None:
             nn.utils.clip_grads_with_norm_(params, grad_clip, norm)
         optimizer.step()
         optimizer.zero_grad()
     return StepResult(loss, grad_norm, asked > 0, int(tiles), refused)
+
+
+def why_bad(loss: float, grad_norm: float) -> str | None:
+    """Return why a step must not change the weights, or None; the same in all processes."""
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return None
+    return f"loss is {loss} and the gradient's norm {grad_norm}"
 
 
 def accumulate_gradients(

@@ -7,16 +7,14 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid, rms_norm, sigmoid, silu
+from torch.nn.functional import logsigmoid, sigmoid, silu
 
 from common.settings import Settings
 from model.layers import FusedLinear, Linear
-from model.ops.causal_conv import causal_conv, init_conv, no_inputs
 from model.ops.custom import CHUNK
 from model.ops.sparse_attention.naive import masked_attention
 from model.position import NO_POSITIONS, Positions, Rotation, rotate
 
-_EPS = 1e-6  # of RMS norms: the type's own would be large in bfloat16
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "sigmoid": sigmoid,
@@ -34,10 +32,6 @@ class AttentionSettings(Settings, defaults="attention_parts"):
     """Whether a state of constant size has that size before the first token, too."""
     suits_rotary: ClassVar[bool] = True
     """Whether rotary positions can be used with it."""
-    conv: Literal[0, 4]
-    """Width of a causal convolution over each feature of queries, keys and values; 0: none."""
-    qk_norm: bool
-    """Whether queries and keys are RMS-normalised, with a learned factor for each feature."""
     gate: Literal["none", "silu", "sigmoid"]
     """Function of a linear layer's output that multiplies the result before the last projection."""
 
@@ -55,12 +49,8 @@ class AttentionSettings(Settings, defaults="attention_parts"):
         attention.add_options(self)
         return attention
 
-    def check(self, n_head: int, head_dim: int, max_len: int | None) -> None:
-        """Raise a ValueError of one line if the mechanism does not fit the model.
-
-        Args:
-            max_len: most tokens of a text; None: no limit.
-        """
+    def check(self, n_head: int, head_dim: int) -> None:
+        """Raise a ValueError of one line if the mechanism does not fit the model."""
 
     def check_documents(self) -> None:
         """Raise a ValueError of one line if the mechanism cannot keep documents apart."""
@@ -83,7 +73,7 @@ class SharedHeadSettings(AttentionSettings):
     n_kv_head: int | None = Field(ge=1)
     """Key and value heads, a divisor of n_head; null: n_head; 1: one for all query heads."""
 
-    def check(self, n_head: int, head_dim: int, max_len: int | None) -> None:
+    def check(self, n_head: int, head_dim: int) -> None:
         """Raise ValueError if the query heads cannot share their key and value heads evenly."""
         if self.n_kv_head is not None and n_head % self.n_kv_head:
             divisors = ", ".join(str(n) for n in range(1, n_head + 1) if n_head % n == 0)
@@ -140,9 +130,8 @@ class Attention(nn.Module):
     if it is wanted."""
     naive_attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     """(q, k, v, log_f) -> results of a text from its beginning, from the equation in the source."""
-    empty: Callable[[int, torch.device], Any]
-    """(B, device) -> what `attend` takes as the state of B texts before their first tokens, if it
-    has one size."""
+    initial_state: Callable[[int, torch.device], Any]
+    """(B, device) -> the state of B texts before their first tokens, if it has one size."""
     flops_per_token: Callable[[int], int]
     """seq_len -> flops of the forward pass per token, without the projections."""
     resets = False
@@ -163,36 +152,18 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head = n_head
         self.n_out = n_out
-        self.query_dim = sizes[0] * n_repeat // n_head
         self.qkv = FusedLinear(n_embd, sizes, n_repeat)
-        self.conv: nn.Parameter | None = None
-        self.q_scale: nn.Parameter | None = None
-        self.k_scale: nn.Parameter | None = None
         self.gate: Linear | None = None
         self.decay: Decay | None = None
 
     def add_options(self, settings: AttentionSettings) -> None:
-        """Create the modules and weights of options, which come after those of the mechanism."""
+        """Create the modules of options, which come after those of the mechanism."""
         n_embd = self.qkv.in_features
-        if settings.conv:
-            self.conv = nn.Parameter(torch.empty(settings.conv * self.qkv.out_features))
-        if settings.qk_norm:
-            self.q_scale = nn.Parameter(torch.empty(self.query_dim))
-            self.k_scale = nn.Parameter(torch.empty(self.query_dim))
         if settings.gate != "none":
             self.gate = Linear(n_embd, self.n_out)
             self.gate_function = _GATES[settings.gate]
         if settings.forgets:
             self.decay = Decay(n_embd, self.n_head)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw initial values of the module's own parameters."""
-        if self.conv is not None:
-            init_conv(self.conv, self.qkv.out_features)
-        for scale in (self.q_scale, self.k_scale):
-            if scale is not None:
-                nn.init.ones_(scale)
 
     def copy_weights(self) -> None:
         """Copy weights that start as copies; called whenever weights have been drawn."""
@@ -221,39 +192,17 @@ class Attention(nn.Module):
             raise ValueError(
                 "document_starts cannot be used with a state: pass each document by itself"
             )
-        conv_inputs = None
-        if self.conv is not None and state is not None:
-            conv_inputs, state = state
-        features, conv_inputs = self.features(x, conv_inputs, starts)
-        y, state = self.mix(x, features, positions, state, return_state)
+        y, state = self.mix(x, positions, state, return_state)
         if self.gate is not None:
             y = y * self.gate_function(self.gate(x))
-        if not return_state:
-            return y, None
-        if self.conv is not None:
-            state = (conv_inputs, state)
-        return y, state
-
-    def initial_state(self, B: int, device: torch.device) -> Any:
-        """The state of B texts before their first tokens, of the size that it always has."""
-        if self.conv is None:
-            return self.empty(B, device)
-        return no_inputs(self.conv, B, self.qkv.out_features), self.empty(B, device)
-
-    def features(
-        self, x: Tensor, conv_inputs: Tensor | None = None, starts: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """(B, T, n_embd) -> queries, keys and values (B, T, n_qkv), and what the convolution needs
-        for later tokens."""
-        return causal_conv(self.qkv(x), self.conv, conv_inputs, starts)
+        return y, state if return_state else None
 
     def mix(
-        self, x: Tensor, features: Tensor, positions: Positions, state: Any, return_state: bool
+        self, x: Tensor, positions: Positions, state: Any, return_state: bool
     ) -> tuple[Tensor, Any]:
-        """Attend with queries, keys and values `features` (B, T, n_qkv) of tokens x: (B, T, n_out),
-        and the state."""
+        """Attend among tokens x (B, T, n_embd): (B, T, n_out), and the state."""
         forgetting = self.forgetting(x, positions.document_starts)
-        q, k, v = self.project(features, positions.rotation)
+        q, k, v = self.project(self.qkv(x), positions.rotation)
         y, state = self.attend(q, k, v, forgetting, state, return_state)
         return self.join(y, positions.rotation), state
 
@@ -268,11 +217,8 @@ class Attention(nn.Module):
         return Forgetting(log_f.masked_fill(starts[:, None, :, None], -torch.inf))
 
     def project(self, features: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, n_qkv) -> q, k, v (B, heads, T, features), with q and k normalised and rotated."""
+        """(B, T, n_qkv) -> q, k, v (B, heads, T, features), with q and k rotated."""
         q, k, *values = self.split(features)
-        if self.q_scale is not None and self.k_scale is not None:
-            q = _rms_norm(q, self.q_scale)
-            k = _rms_norm(k, self.k_scale)
         if rotation is not None:
             q = rotate(q, rotation)
             k = rotate(k, rotation)
@@ -333,9 +279,3 @@ class MultiHeadAttention(Attention):
         """Scores and their product with the values. On average a causal token attends to half of
         the sequence."""
         return 2 * self.n_head * seq_len * self.head_dim
-
-
-def _rms_norm(x: Tensor, scale: Tensor) -> Tensor:
-    """x (..., D) divided by its root mean square and multiplied by `scale`, in the type of x also
-    under autocast."""
-    return (rms_norm(x, x.shape[-1:], eps=_EPS) * scale).to(x.dtype)

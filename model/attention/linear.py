@@ -44,7 +44,7 @@ class LinearAttention(MultiHeadAttention):
     ) -> tuple[Tensor, LinearAttentionState]:
         return linear_attention(q, k, v, state, forgetting.log_f)
 
-    def empty(self, B: int, device: torch.device) -> LinearAttentionState:
+    def initial_state(self, B: int, device: torch.device) -> LinearAttentionState:
         dtype = accumulation_dtype(self.qkv.weight)
         S = torch.zeros(B, self.n_head, self.head_dim, self.head_dim, dtype=dtype, device=device)
         return LinearAttentionState(S, S[..., 0].clone())

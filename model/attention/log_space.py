@@ -33,7 +33,7 @@ class _Sizes(ForgettingSettings, defaults="model/attention/log_space"):
     """Whether the similarity is a product of two, each of half of the features: the state then has
     a feature for each pair of one in the first half and one in the second, (d_key / 2)^2 in all."""
 
-    def check(self, n_head: int, head_dim: int, max_len: int | None) -> None:
+    def check(self, n_head: int, head_dim: int) -> None:
         """Raise ValueError if there are no halves."""
         if self.product and self.query_dim(head_dim) % 2:
             raise ValueError(f"d_key={self.d_key} is odd: product=true needs an even number")
@@ -108,7 +108,7 @@ class LogSpaceAttention(Attention):
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
         return cast(Tensor, naive_log_attention(q, k, v, log_f))
 
-    def empty(self, B: int, device: torch.device) -> LogAttentionState:
+    def initial_state(self, B: int, device: torch.device) -> LogAttentionState:
         no_tokens = torch.empty(B, self.n_head, 0, 1, dtype=self.qkv.weight.dtype, device=device)
         q = no_tokens.expand(-1, -1, -1, self.state_features)
         log_v = no_tokens.expand(-1, -1, -1, self.signs * self.d_val)

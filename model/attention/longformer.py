@@ -27,14 +27,6 @@ class LongformerConfig(SharedHeadSettings, defaults="model/attention/longformer"
     n_global: int = Field(ge=1, le=LARGEST)
     """Tokens at the beginning that all later tokens attend to as well."""
 
-    def check(self, n_head: int, head_dim: int, max_len: int | None) -> None:
-        super().check(n_head, head_dim, max_len)
-        if max_len is not None and self.n_global > max_len:
-            raise ValueError(
-                f"n_global={self.n_global} is more than the model's {max_len} positions: "
-                f"use at most {max_len}"
-            )
-
     def check_documents(self) -> None:
         raise ValueError(
             "longformer's global tokens are the first of a window, not of a document: "
@@ -77,12 +69,12 @@ class LongformerAttention(SparseAttention):
         self.qkv_global.load_state_dict(self.qkv.state_dict())
 
     def mix(
-        self, x: Tensor, features: Tensor, positions: Positions, state: Any, return_state: bool
+        self, x: Tensor, positions: Positions, state: Any, return_state: bool
     ) -> tuple[Tensor, Any]:
         if state is None:
             state = (None, None, None)
         local, k_global, v_global = state
-        q, k, v = self.project(features, positions.rotation)
+        q, k, v = self.project(self.qkv(x), positions.rotation)
         y, local_after = self.attend(q, k, v, Forgetting(), local, return_state)
         lengths = local.lengths if local else (0,)
         if min(lengths) < self.n_global:

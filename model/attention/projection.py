@@ -50,9 +50,10 @@ class ProjectionAttention(MultiHeadAttention):
         super().__init__(n_embd, n_head, head_dim, settings.n_kv_head, has_values)
         self.first_sigma = head_dim**0.25 if settings.sigma is None else settings.sigma
         self.log_sigma = nn.Parameter(torch.empty(n_head)) if settings.learned else None
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        super().reset_parameters()
+        """Start from the sigma of the settings."""
         if self.log_sigma is not None:
             nn.init.constant_(self.log_sigma, math.log(self.first_sigma))
 

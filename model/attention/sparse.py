@@ -39,8 +39,8 @@ class SlidingWindowConfig(SharedHeadSettings, defaults="model/attention/sliding_
     dilation: _Gap | tuple[_Gap | None, ...] | None
     """Keys skipped between two keys of the window; null: none; a list has an item for each head."""
 
-    def check(self, n_head: int, head_dim: int, max_len: int | None) -> None:
-        super().check(n_head, head_dim, max_len)
+    def check(self, n_head: int, head_dim: int) -> None:
+        super().check(n_head, head_dim)
         for name, value in (("window", self.window), ("dilation", self.dilation)):
             if isinstance(value, tuple) and len(value) != n_head:
                 raise ValueError(
@@ -69,8 +69,8 @@ class _TwoSetsConfig(SharedHeadSettings):
     pattern: ClassVar[Callable[..., Pattern]]
     """(self, which) -> the keys in "A1", "A2" or "both"."""
 
-    def check(self, n_head: int, head_dim: int, max_len: int | None) -> None:
-        super().check(n_head, head_dim, max_len)
+    def check(self, n_head: int, head_dim: int) -> None:
+        super().check(n_head, head_dim)
         if n_head == 1 and not self.merge:
             raise ValueError("n_head=1 leaves no head for A2: set merge=true, or use more heads")
 
@@ -152,7 +152,7 @@ class SparseAttention(MultiHeadAttention):
     ) -> tuple[Tensor, SparseCache | None]:
         starts = forgetting.document_starts
         if starts is not None and return_state and state is None:
-            state = self.empty(len(q), q.device)
+            state = self.initial_state(len(q), q.device)
         if state is not None:
             return self._continue(q, k, v, state, starts)
         if starts is not None:
@@ -161,7 +161,7 @@ class SparseAttention(MultiHeadAttention):
         after = SparseCache.of(k, v, self.patterns) if return_state else None
         return y, after
 
-    def empty(self, B: int, device: torch.device) -> SparseCache:
+    def initial_state(self, B: int, device: torch.device) -> SparseCache:
         dtype = self.qkv.weight.dtype
         return SparseCache.empty(B, self.n_kv_head, self.head_dim, self.patterns, dtype, device)
 

@@ -94,19 +94,6 @@ def split(x: Tensor, C: int, fill: float) -> Tensor:
     return in_chunks(x, C, fill).permute(2, 0, 1, 3, 4)
 
 
-def maxima(x: Tensor, C: int) -> Tensor:
-    """Maximum of each chunk and feature: (B, H, T, D) -> (N, B, H, D)."""
-    if x.device.type == "cpu":  # where maxima of shorter types are slow
-        x = x.to(accumulation_dtype(x))
-    N, rest = divmod(x.shape[2], C)
-    chunk_maxima = []
-    if N:
-        chunk_maxima.append(split(x[:, :, : N * C], C, 0.0).amax(3))
-    if rest:
-        chunk_maxima.append(x[:, :, N * C :].amax(2).unsqueeze(0))
-    return torch.cat(chunk_maxima)
-
-
 def refuse_transforms(operator: str, instead: str, *tensors: Tensor | None) -> None:
     """Raise if a tensor has a forward-mode tangent or is differentiated by torch.func.
 

@@ -65,7 +65,7 @@ def linear_attention(
         keys below about -40, y goes to 0.
 
     Raises:
-        ValueError: shapes do not match, or a gate is above 0 or NaN (as for `log_attention`).
+        ValueError: shapes do not match, or a gate is above 0 (checked on CPUs).
     """
     fits = q.dim() == v.dim() == 4 and q.shape == k.shape and q.shape[:3] == v.shape[:3]
     if not fits or q.numel() == 0 or v.numel() == 0:

@@ -69,7 +69,7 @@ def in_windows(gpt, tokens, length):
     return found
 
 
-@pytest.mark.parametrize("attention", [{"name": "log_space", "decay": "head", "conv": 4}, {"name": "softmax"}])
+@pytest.mark.parametrize("attention", [{"name": "log_space", "decay": "head"}, {"name": "softmax"}])
 def test_documents_that_do_not_see_each_other_are_as_each_alone(trained, sets_dir, attention):
     """With the state carried through a text of many documents, and in windows: as each document alone."""
     run_dir = trained({"data.document_reset": True, "model.attention": attention})

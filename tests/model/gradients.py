@@ -25,7 +25,7 @@ def naive(module, x, rotation=None):
     def attend(features):
         return module.naive_attend(*module.project(features, rotation), module.forgetting(x).log_f)
 
-    y = attend(module.features(x)[0])
+    y = attend(module.qkv(x))
     if isinstance(module, LongformerAttention):  # global tokens have projections of their own
         y = torch.cat([attend(module.qkv_global(x))[:, :, : module.n_global], y[:, :, module.n_global :]], dim=2)
     y = module.join(y, rotation)

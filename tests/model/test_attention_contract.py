@@ -22,7 +22,7 @@ from inference.sampling import SamplingConfig
 from model.attention import ATTENTION, AttentionConfig
 from model.attention.base import AttentionSettings, Forgetting
 from model.attention.log_space import LogSpaceSignedConfig
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPT, GPTConfig, GPTState
 from model.position import Positions, RotaryPosition
 from model.state import cat_states, restored, select_rows, state_bytes, tensors_of
 
@@ -197,8 +197,7 @@ def test_zeros_are_numbers_like_others(case):
             if name.endswith("bias"):
                 p.zero_()
     leaves = [x, *module.parameters()]
-    amplified = 1e3 if case.get("qk_norm") else 1  # its gradient at 0 is 1 / sqrt(1e-6)
-    close_with_gradients(module(x)[0], naive(module, x), leaves, 1e-11 * amplified)
+    close_with_gradients(module(x)[0], naive(module, x), leaves)
 
 
 @pytest.mark.parametrize("case", {row["name"]: case_of(row) for row in covering({})}.values(), ids=id_of)
@@ -408,7 +407,8 @@ def test_a_text_goes_on_from_the_state_before_its_first_token(case, position):
     """It has its size from the beginning, and means the same as None."""
     gpt, text = gpt_of(attention=case, position={"name": position}, block={"name": "mlp", "conv": 4}), ids(70, B=2)
     with torch.no_grad():
-        wanted, state = gpt(text), gpt.initial_state(2)
+        wanted, (first, *layers) = gpt(text), [x.initial_state(2, gpt.device) for x in (gpt.position, *gpt.blocks)]
+        state = GPTState(first, tuple(layers))
         gpt.config.check_constant_state("carried state", from_empty=True)
         for piece in text.split([20, 1, 49], dim=1):
             shapes = {name: (x.shape, x.dtype) for name, x in tensors_of(state).items()}
@@ -467,13 +467,6 @@ def test_a_name_in_a_pattern_is_the_models_own_attention_or_the_defaults():
         (
             {"attention_pattern": ["softmax", "log_space"], "position": {"name": "rotary"}},
             "pattern.1: rotary positions do not help log_space: use position log_recurrence, learned or none",
-        ),
-        (
-            {
-                "attention_pattern": ["softmax", {"name": "longformer", "n_global": 9}],
-                "position": {"name": "learned", "max_len": 8},
-            },
-            "n_global=9 is more than the model's 8 positions: use at most 8",
         ),
         (
             {"attention_pattern": ["softmax", {"name": "fixed", "size": 6, "width": 7}]},

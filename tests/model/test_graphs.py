@@ -17,7 +17,7 @@ from model.graphs import DecodingStep
 from model.state import cat_states, select_rows
 
 ONE_SIZE = [
-    ({"name": "log_space", "decay": "head", "conv": 4}, {"name": "mlp", "conv": 4}, "none"),
+    ({"name": "log_space", "decay": "head"}, {"name": "mlp", "conv": 4}, "none"),
     ({"name": "log_space"}, {"name": "glu"}, "log_recurrence"),
     ({"name": "log_space_signed"}, {"name": "mlp"}, "none"),
     ({"name": "linear", "decay": "head"}, {"name": "mlp"}, "rotary"),

@@ -66,16 +66,15 @@ def configs():
     yield "gpt2", config_of()
     yield "gpt2_documents", config_of()
     yield "gpt2_wide", config_of(pad_vocab=64, block={"name": "mlp", "expansion": 3}, n_head=3)
-    flagship = {"name": "log_space", "decay": "head", "product": True, "conv": 4, "gate": "silu"}
+    flagship = {"name": "log_space", "decay": "head", "product": True, "gate": "silu"}
     parts = {"attention": flagship, "block": {"name": "mlp", "conv": 4}, "position": {"name": "none"}}
     yield "flagship", config_of(**parts, ngrams=[1, 3])
-    attention = {"name": "log_space", "decay": "head", "qk_norm": True, "gate": "sigmoid"}
+    attention = {"name": "log_space", "decay": "head", "gate": "sigmoid"}
     block = {"name": "mlp", "conv": 4, "activation": "swiglu"}
-    rest = {"ngrams": [1, 2], "norm": "rms", "tied": False, "logit_cap": 5.0, "position": {"name": "none"}}
+    rest = {"ngrams": [1, 2], "tied": False, "position": {"name": "none"}}
     yield "all_parts", config_of(attention=attention, block=block, **rest)
-    forgets = {"name": "softmax", "decay": "head", "conv": 4, "qk_norm": True}
-    block = {"name": "mlp", "activation": "relu2"}
-    yield "relu2", config_of(attention=forgets, block=block, position={"name": "rotary"})
+    forgets = {"name": "softmax", "decay": "head"}
+    yield "forgets", config_of(attention=forgets, block={"name": "mlp"}, position={"name": "rotary"})
     pattern = ["log_space", {"name": "sliding_window", "window": 5}]
     changes = {"attention": {"name": "log_space"}, "attention_pattern": pattern, "position": {"name": "none"}}
     yield "pattern", config_of(n_layer=3, pad_vocab=64, **changes)
@@ -319,9 +318,7 @@ def test_files_of_old_versions_give_the_same_weights(gpt2, tmp_path):
         ({"block": {"name": "mlp", "activation": "swiglu"}}, False),
         ({"attention": {"name": "softmax", "decay": "head"}}, False),
         ({"attention": {"name": "softmax", "gate": "silu"}}, False),
-        ({"norm": "rms"}, False),
         ({"tied": False}, False),
-        ({"logit_cap": 30.0}, False),
         ({"ngrams": [1]}, False),
     ],
 )

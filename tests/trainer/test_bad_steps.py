@@ -11,8 +11,8 @@ from test_torchrun import assert_same_checkpoint
 from common.settings import UserError
 from model.gpt import GPT
 from runtime.checkpoint import newest, open_checkpoint
-from trainer.bad_steps import why_bad
 from trainer.loop import fit
+from trainer.step import why_bad
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 

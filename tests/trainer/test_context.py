@@ -47,7 +47,7 @@ with join_world(torch.device("cpu")) as world:
 """
 
 MODELS = {
-    "log_space with gates": ({"name": "log_space", "decay": "head", "product": True, "conv": 4}, "none", "mlp"),
+    "log_space with gates": ({"name": "log_space", "decay": "head", "product": True}, "none", "mlp"),
     "published": ({"name": "log_space"}, "log_recurrence", "glu"),
     "signed": ({"name": "log_space_signed", "decay": "head"}, "none", "mlp"),
     "linear": ({"name": "linear", "decay": "head", "gate": "silu"}, "rotary", "mlp"),

@@ -77,7 +77,7 @@ def test_activations_are_what_autograd_saves(attention, block, position, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_product_is_needed_to_measure_what_is_kept(monkeypatch, dtype):
-    attention = {"name": "log_space", "decay": "head", "gate": "silu", "conv": 4}
+    attention = {"name": "log_space", "decay": "head", "gate": "silu"}
     layers = {"attention_pattern": [attention, {"name": "softmax", "decay": "head"}]}
     config = config_of(attention, {"name": "mlp", "conv": 4}, "none", ngrams=[1, 2], **layers)
     without = memory.kept_per_token(config, 130, dtype)

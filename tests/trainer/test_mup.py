@@ -16,9 +16,9 @@ OPTIMS = {"adamw": AdamWConfig, "muon": MuonConfig}
 BLOCKS = ("mlp", "glu")
 PAIRS = [*zip(OPTIMS, BLOCKS, strict=True)]
 N_VOCAB = 32
-FLAGSHIP = {"name": "log_space", "decay": "head", "product": True, "d_key": 8, "gate": "silu", "conv": 4}
+FLAGSHIP = {"name": "log_space", "decay": "head", "product": True, "d_key": 8, "gate": "silu"}
 SOFTMAX = {"name": "softmax"}
-LINEAR = {"name": "linear", "decay": "head", "qk_norm": True}
+LINEAR = {"name": "linear", "decay": "head"}
 
 
 def gpt_of(n_embd, n_layer=2, block="mlp", attention=SOFTMAX, position="none", seed=2, **changes):
@@ -44,7 +44,7 @@ def new_gpt(transfer, *sizes, **parts):
 
 def train(gpt, optim, steps=3):
     optimizer = optim.build(gpt)
-    optim.schedule(optimizer, factor=1.0, progress=0.0)
+    optim.schedule(optimizer, factor=1.0)
     for _ in range(steps):
         gpt.loss(IDS[:, :-1], IDS[:, 1:]).backward()
         optimizer.step()
@@ -109,7 +109,7 @@ def test_training_is_that_of_complete_p_with_its_multipliers(block, tied):
     ]
     adamw = torch.optim.AdamW(groups, lr=1e-2, betas=optim.betas, eps=1e-100)
     ours = optim.build(gpt)
-    optim.schedule(ours, factor=1.0, progress=0.0)
+    optim.schedule(ours, factor=1.0)
     assert all(math.isclose(group["eps"], 1e-100 / (w * d)) for group in ours.param_groups)
     for _ in range(3):
         scaled = {name: p * times[name] for name, p in theirs.items()}
@@ -128,7 +128,7 @@ def test_muons_updates_have_the_spectral_norm_of_the_tuned_models():
     gpt = new_gpt(BASE, 32 * w, 2 * d, block="glu", attention=FLAGSHIP)
     optim = optim_of("muon", BASE, weight_decay=0.3)
     optimizer = optim.build(gpt)
-    optim.schedule(optimizer, factor=0.5, progress=0.0)
+    optim.schedule(optimizer, factor=0.5)
     gpt.loss(IDS[:, :-1], IDS[:, 1:]).backward()
     layers = list(block_matrices(gpt))
     parts = [layer.split if hasattr(layer, "split") else lambda x: [x] for layer in layers]

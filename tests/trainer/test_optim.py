@@ -58,7 +58,7 @@ def test_training_goes_on_to_the_bit_from_state_that_was_saved_by_name(tiny, con
 
 FLAGSHIP = {"model.attention": {"name": "log_space", "decay": "head", "product": True, "d_key": 4, "gate": "silu"}}
 LINEAR = {
-    "model.attention": {"name": "linear", "decay": "head", "conv": 4},
+    "model.attention": {"name": "linear", "decay": "head"},
     "model.block": {"name": "glu"},
 }
 
@@ -165,12 +165,3 @@ def test_processes_share_muons_products_and_no_bit_changes(tiny, monkeypatch, at
         assert all(torch.equal(a, b) for a, b in zip(alone, theirs, strict=True))
     if at_once > 1:
         assert [*products.values()] == [all_products // 3] * 3
-
-
-def test_muons_weight_decay_has_its_own_schedule(tiny):
-    gpt = GPT(tiny().model)
-    config = MUON.model_copy(update={"weight_decay_end": 0.5})
-    optimizer = config.build(gpt)
-    config.schedule(optimizer, factor=0.1, progress=0.5)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == pytest.approx([0.3 * 0.75, 0.3, 0.0])
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1e-3] * 3)

@@ -15,7 +15,7 @@ from trainer.step import SummedLoss, accumulate_gradients
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
 CPU = torch.device("cpu")
-FLAGSHIP = {"name": "log_space", "product": True, "d_key": 4, "decay": "head", "conv": 4}
+FLAGSHIP = {"name": "log_space", "product": True, "d_key": 4, "decay": "head"}
 MECHANISMS = {
     "flagship": {"model.attention": FLAGSHIP, "model.block": {"name": "mlp", "conv": 4}, "model.position.name": "none"},
     "log_space": {"model.n_layer": 2},

@@ -22,8 +22,8 @@ from trainer.loop import fit
 
 FLAGSHIP = {
     **{"n_vocab": 40, "n_layer": 2, "n_head": 2, "n_embd": 16, "ngrams": [1, 2], "position": {"name": "none"}},
-    "attention": {"name": "log_space", "decay": "head", "gate": "silu", "conv": 4},
-    "block": {"name": "mlp", "conv": 4, "zero_init": True},
+    "attention": {"name": "log_space", "decay": "head", "gate": "silu"},
+    "block": {"name": "mlp", "conv": 4},
 }
 HERE = Runtime(torch.device("cpu"), torch.bfloat16, proof=True)
 WORLD = World(torch.device("cpu"))

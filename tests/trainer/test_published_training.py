@@ -24,12 +24,12 @@ def trained(gpt, token_ids, training, micro_batch):
     """Train on one batch (B, T + 1) a step; returns losses, norms and rates of all steps, float64 (steps,)."""
     names = ("max_lr", "betas", "eps", "weight_decay")
     optim = decode(AdamWConfig, {"name": "adamw", "grad_clip": training["clip"]} | {n: training[n] for n in names})
-    names = ("warmup_steps", "start", "end", "anneal")
+    names = ("warmup_steps", "start", "end")
     schedule = decode(OneCycle, {"name": "one_cycle"} | {name: training[name] for name in names})
     runtime, optimizer, steps = Runtime(torch.device("cpu"), torch.float64), optim.build(gpt), []
     for step, ids in enumerate(token_ids.long()):
         factor = schedule.factor(step, len(token_ids))
-        optim.schedule(optimizer, factor, step / len(token_ids))
+        optim.schedule(optimizer, factor)
         x, y = ids[:, :-1], ids[:, 1:].contiguous()
         batches = list(zip(x.split(micro_batch), y.split(micro_batch), strict=True))
         done = train_step(SummedLoss(gpt), optimizer, batches, runtime, grad_clip=optim.grad_clip)
@@ -94,7 +94,7 @@ def test_8_steps_in_two_micro_batches_follow_the_definition_and_torchs_own_optim
     generator = torch.Generator().manual_seed(1)
     token_ids = torch.randint(sizes["vocab_sz"], (8, 4, 14), generator=generator)
     shape = {"max_lr": 6e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}
-    cycle = {"warmup_steps": 4, "start": 0.1, "end": 0.05, "anneal": "cos"}
+    cycle = {"warmup_steps": 4, "start": 0.1, "end": 0.05}
 
     weights = {published_name(name): value.detach() for name, value in gpt.named_parameters()}
     reference = Published(weights, sizes["n_heads"], sizes["d_key"])

@@ -10,7 +10,7 @@ from common.settings import variant_names
 from trainer.schedule import WSD, Constant, Cosine, OneCycle, ScheduleConfig
 
 
-def torch_one_cycle(warmup, total, start, end, anneal):
+def torch_one_cycle(warmup, total, start, end):
     """Learning rates of torch's scheduler with the same settings."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
     scheduler = OneCycleLR(
@@ -18,7 +18,6 @@ def torch_one_cycle(warmup, total, start, end, anneal):
         max_lr=1.0,
         total_steps=total,
         pct_start=warmup / total,
-        anneal_strategy=anneal,
         cycle_momentum=False,
         div_factor=1 / start,
         final_div_factor=start / end,
@@ -32,13 +31,12 @@ def torch_one_cycle(warmup, total, start, end, anneal):
     return rates
 
 
-@pytest.mark.parametrize("anneal", ["cos", "linear"])
 @pytest.mark.parametrize(("warmup", "total"), [(2, 7), (99, 100), (100, 100)])
 @pytest.mark.parametrize(("start", "end"), [(0.1, 0.1), (0.04, 0.001), (1.0, 0.5)])
-def test_one_cycle_is_torchs(anneal, warmup, total, start, end):
-    ours = OneCycle(name="one_cycle", warmup_steps=warmup, start=start, end=end, anneal=anneal)
+def test_one_cycle_is_torchs(warmup, total, start, end):
+    ours = OneCycle(name="one_cycle", warmup_steps=warmup, start=start, end=end)
     factors = [ours.factor(step, total) for step in range(total)]
-    assert factors == pytest.approx(torch_one_cycle(warmup, total, start, end, anneal), rel=1e-12)
+    assert factors == pytest.approx(torch_one_cycle(warmup, total, start, end), rel=1e-12)
 
 
 @pytest.mark.parametrize("cls", get_args(get_args(ScheduleConfig)[0]), ids=lambda cls: cls.__name__)
@@ -62,15 +60,6 @@ def test_wsd_is_flat_then_falls_in_a_line():
     factors = [wsd.factor(step, 101) for step in range(101)]
     assert factors[9:81] == [1.0] * 72
     assert factors[80:] == pytest.approx([1 - i / 20 for i in range(21)], abs=1e-12)
-
-
-def test_wsd_falls_as_one_minus_sqrt():
-    """Hägele et al. 2024: (1 - sqrt((n - N0) / Nd)), below the line everywhere between the ends."""
-    line, root = (WSD(name="wsd", warmup_steps=10, decay=0.2, end=0.0, anneal=shape) for shape in ("linear", "sqrt"))
-    assert [root.factor(step, 101) for step in (9, 80, 85, 89, 100)] == pytest.approx([1, 1, 0.5, 1 - 0.45**0.5, 0])
-    assert all(root.factor(step, 101) < line.factor(step, 101) for step in range(81, 100))
-    ends = WSD(name="wsd", warmup_steps=10, decay=0.2, end=0.1, anneal="sqrt")
-    assert [ends.factor(step, 101) for step in (80, 85, 100)] == pytest.approx([1, 0.55, 0.1])
 
 
 def test_constant_is_flat_after_its_warm_up():

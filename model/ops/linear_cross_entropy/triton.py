@@ -13,11 +13,9 @@ _BLOCK = 4096  # logits at a time
 _NOTHING = tl.constexpr(float("-inf"))
 
 
-def cross_entropy_(
-    logits: Tensor, targets: Tensor, n_vocab: int, with_grad: bool, cap: float | None
-) -> Tensor:
-    """Cross-entropy in nats of each row of capped(logits[:, :n_vocab]), (N,), float32 or float64; 0
-    if not counted.
+def cross_entropy_(logits: Tensor, targets: Tensor, n_vocab: int, with_grad: bool) -> Tensor:
+    """Cross-entropy in nats of each row of logits[:, :n_vocab], (N,), float32 or float64; 0 if not
+    counted.
 
     Args:
         logits: (N, V) with V >= n_vocab, contiguous. With gradients, their gradient replaces them.
@@ -34,7 +32,6 @@ def cross_entropy_(
             n_vocab,
             n_columns,
             WITH_GRAD=with_grad,
-            CAP=cap,
             ACC=tl.float64 if losses.dtype == torch.float64 else tl.float32,
             BLOCK=min(_BLOCK, triton.next_power_of_2(n_columns)),
             num_warps=8,
@@ -50,7 +47,6 @@ def cross_entropy_kernel(
     n_vocab,
     V,
     WITH_GRAD: tl.constexpr,
-    CAP: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -69,32 +65,25 @@ def cross_entropy_kernel(
         top = tl.full([], _NOTHING, ACC)
         total = tl.full([], 0.0, ACC)
         for start in range(0, V, BLOCK):
-            z, _ = _capped(row, start + columns, n_vocab, V, CAP, ACC)
+            z = _load(row, start + columns, n_vocab, V, ACC)
             higher = tl.maximum(top, tl.max(z, 0))
             base = tl.where(higher > _NOTHING, higher, 0.0)
             total = total * tl.exp(top - base) + tl.sum(tl.exp(z - base), 0)
             top = higher
         log_z = tl.where(top > _NOTHING, top, 0.0) + tl.log(total)
-        at_target, _ = _capped(row, target, n_vocab, V, CAP, ACC)
+        at_target = _load(row, target, n_vocab, V, ACC)
         tl.store(losses + n, tl.where(target < n_vocab, log_z - at_target, float("nan")))
         tl.debug_barrier()  # all threads have read what any of them replaces
         if WITH_GRAD:
             for start in range(0, V, BLOCK):
                 column = start + columns
-                z, slope = _capped(row, column, n_vocab, V, CAP, ACC)
-                g = tl.exp(z - log_z)
-                g = tl.where(column == target, g - 1.0, g) * slope
+                g = tl.exp(_load(row, column, n_vocab, V, ACC) - log_z)
+                g = tl.where(column == target, g - 1.0, g)
                 tl.store(row + column, g, mask=column < V)
 
 
 @triton.jit
-def _capped(row, column, n_vocab, V, CAP: tl.constexpr, ACC: tl.constexpr):
-    """Logits with the cap, -inf from n_vocab on, and the slope of the cap."""
+def _load(row, column, n_vocab, V, ACC: tl.constexpr):
+    """Logits of a row; -inf from n_vocab on."""
     z = tl.load(row + column, mask=column < V, other=0.0).to(ACC)
-    slope = 1.0
-    if CAP is not None:
-        # 1 - tanh(|z| / CAP), to its last digits.
-        rest = 2.0 / (1.0 + tl.exp(tl.abs(z) * (2.0 / CAP)))
-        z = tl.where(z < 0.0, rest - 1.0, 1.0 - rest) * CAP
-        slope = rest * (2.0 - rest)
-    return tl.where(column < n_vocab, z, _NOTHING), slope
+    return tl.where(column < n_vocab, z, _NOTHING)

@@ -76,8 +76,8 @@ def log_attention(
         float64 for float64. On GPUs, products have the precision of q and k.
 
     Raises:
-        ValueError: shapes do not match, a gate is above 0 or NaN (on CPUs, and NaN only if q is
-            finite), or the backend does not exist or does not support these inputs.
+        ValueError: shapes do not match, a gate is above 0 (checked on CPUs), or the backend does
+            not exist or does not support these inputs.
     """
     _check_shapes(q, k, log_v, state, causal)
     if log_f is not None:

@@ -298,21 +298,31 @@ def _step_backward(
     step: _Step, saved: _Saved, g: Tensor, tokens: slice, log_f: Tensor | None, gradients: Inputs
 ) -> Tensor:
     """Write the gradients of some chunks, and return that of M before the first, given that of M
-    after the last."""
+    after the last, `g`.
+
+    For one chunk, `_step` computes
+
+        A = gates.within (e_q e_k^T)        sums = (gates.start e_q) M + A e_v
+        M after the chunk = factor (decay M + (gates.end e_k)^T e_v)
+
+    and the derivative of an exponential is itself: hence the last factors of g_q, g_k and g_v.
+    """
     frames, gates, e_q, e_k, e_v, from_start, to_end, M, A, sums = step
     g_sums = grad_of_sums(sums, saved, tokens, frames)  # (n, B, H, C, E)
     g_A = gates.weigh(g_sums @ e_v.mT)
     g_q = _add_product(times(g_sums @ M[:-1].mT, gates.start), g_A, e_k).mul_(e_q)
-    # Keys and values are read by the queries of their chunk, and by later chunks through M.
-    g_read = from_start.mT @ g_sums  # (n, B, H, d_k, E): of M, through the chunk's queries
-    g_M, g_before = _carry_back(g_read, g, gates.decay, frames.factor)  # of M + e_k^T e_v
+    # Of M before each chunk, through the sums of that chunk: (n, B, H, d_k, E).
+    g_read = from_start.mT @ g_sums
+    # Of M after each chunk, before `factor` is applied: through all later chunks.
+    g_M, g_before = _carry_back(g_read, g, gates.decay, frames.factor)
+    # Keys and values count in A and in M after the chunk.
     g_k = _add_product(g_A.mT @ e_q, times(e_v, gates.end), g_M.mT).mul_(e_k)
     g_v = _add_product(A.mT @ g_sums, to_end, g_M).mul_(e_v)[..., :-1]
     write(gradients.q[:, :, tokens], g_q)
     write(gradients.k[:, :, tokens], g_k)
     write(gradients.log_v[:, :, tokens], g_v)
     if log_f is not None and gradients.log_f is not None:
-        # Of M before each chunk but the first, and after the last: of M[1:], in their frames.
+        # The gradient of M[1:]. M after a chunk is M before the next one, or after all.
         g_between = times(g_M, gates.decay)[1:] + g_read[1:]
         g_M_after = torch.cat([g_between, g.unsqueeze(0)])
         g_after = (g_M_after * M[1:]).sum(-1).unsqueeze(3)  # (n, B, H, 1, d_k)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.ops.custom import CHUNK, maxima, running_sum, split
+from model.ops.custom import CHUNK, running_sum, split
 from model.ops.gates import HEAD_REACH, NO_GATES, Gates, gates_of, resets_of, without
 
 LN2 = math.log(2)
@@ -144,7 +144,7 @@ def _frames_of_chunks(before: Tensor, x: Tensor, C: int, log_decay: Tensor | Non
         before: (B, H, D), the largest logarithm in the state.
         log_decay: (N, B, H, 1), the sum of log_f over each chunk, without resets; None: no gates.
     """
-    top = maxima(x, C).to(before.dtype)  # (N, B, H, D)
+    top = split(x.to(before.dtype), C, -torch.inf).amax(3)  # (N, B, H, D)
     largest = torch.cat([before[None], top])  # (1 + N, B, H, D)
     if log_decay is None:
         largest = largest.cummax(0).values

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from model.ops.custom import accumulation_dtype
-from model.ops.log_attention.state import LogAttentionState, add_states, empty_state
+from model.ops.log_attention.state import LogAttentionState, empty_state
 
 
 def naive_log_attention(
@@ -77,11 +77,14 @@ def log_attention_step(
     acc = accumulation_dtype(q)
     q = q.mT.to(acc)  # (B, H, d_k, 1)
     k = k.mT.to(acc)  # (B, H, d_k, 1)
+    log_s, log_z = state
     if log_f is not None:
-        log_f = log_f.squeeze(2).to(acc)  # (B, H, 1)
-    token = LogAttentionState(k + log_v.to(acc), k.squeeze(-1))
-    state = add_states(state, token, log_f)
-    log_sum = (q + state.log_s).logsumexp(-2, keepdim=True)
-    log_norm = (q + state.log_z.unsqueeze(-1)).logsumexp(-2, keepdim=True)
+        log_f = log_f.to(acc)  # (B, H, 1, 1)
+        log_s = log_s + log_f
+        log_z = log_z + log_f.squeeze(2)
+    log_s = torch.logaddexp(log_s, k + log_v.to(acc))
+    log_z = torch.logaddexp(log_z, k.squeeze(-1))
+    log_sum = (q + log_s).logsumexp(-2, keepdim=True)
+    log_norm = (q + log_z.unsqueeze(-1)).logsumexp(-2, keepdim=True)
     log_y = (log_sum - log_norm).to(log_v.dtype)  # (B, H, 1, d_v)
-    return (log_y, state) if return_state else log_y
+    return (log_y, LogAttentionState(log_s, log_z)) if return_state else log_y

@@ -17,24 +17,6 @@ class LogAttentionState(NamedTuple):
     """(B, H, d_k): LSE_j(k[j, d]), float32 or float64."""
 
 
-def add_states(
-    first: LogAttentionState, second: LogAttentionState, log_f_of_second: Tensor | None
-) -> LogAttentionState:
-    """Combine the states of adjacent tokens, each computed from an empty state.
-
-    Args:
-        log_f_of_second: (B, H, 1), the sum of log_f over the tokens of `second`; None: nothing is
-            forgotten.
-    """
-    log_s, log_z = first
-    if log_f_of_second is not None:
-        log_s = log_s + log_f_of_second.unsqueeze(-1)
-        log_z = log_z + log_f_of_second
-    return LogAttentionState(
-        torch.logaddexp(log_s, second.log_s), torch.logaddexp(log_z, second.log_z)
-    )
-
-
 def empty_state(q: Tensor, log_v: Tensor) -> LogAttentionState:
     """The state before the first token, for queries (B, H, T, d_k) and values (B, H, S, d_v)."""
     B, H, _, d_k = q.shape

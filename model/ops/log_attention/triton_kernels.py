@@ -174,8 +174,11 @@ def _write_final_state(to, state, program, P: tl.constexpr):
 
 @triton.jit
 def backward_sweep(g_of, x, saved, doubtful, to, segments, OWN: tl.constexpr, P: tl.constexpr):
-    """Write gradients `to`, from the last chunk to the first, given those of outputs, `g_of`. The
-    loop carries g_M and g_z, the gradients of the state.
+    """Write gradients `to`, from the last chunk to the first, given those of outputs, `g_of`.
+
+    The formulas are those of _step_backward in chunked.py, with z and g_z for the last column. The
+    loop carries g_M and g_z. For chunk n they begin as the gradients of the state after it, in the
+    frames after it, and end as those of the state before it, in the chunk's frames.
 
     OWN: write only the gradient of the state before the program's segment, through the segment's
     own results.
@@ -468,14 +471,17 @@ def _largest(x):
 
 @triton.jit
 def _visible_terms(x, n, before, gates, program, P: tl.constexpr):
-    """Whether the sums of chunk n (C, BV) and those of the normalizer (C,) have terms: earlier ones
-    that no reset hides. `before` has the frames before the chunk."""
+    """Which sums of chunk n (C, BV), and of the normalizer (C,), have a term.
+
+    A term of a query is a key and value at or before it, with no reset in between, neither of them
+    masked. Those of earlier chunks show in `before`: a frame that is not -inf.
+    """
     k = _keys(x, n, program, P)  # loaded again to save registers
     log_v = _values(x, n, program, P)
     t = tl.arange(0, P.C)
     has_key = tl.max((k != NOTHING).to(tl.int32), 1) > 0  # (C,); NaN is a term
     has_value = has_key[:, None] & (log_v != NOTHING)
-    # The first query that sees a term of an earlier chunk, if there is no reset: 0, or C for none.
+    # The first query that sees a term of an earlier chunk, without resets: 0, or C for none.
     before_k = tl.where(tl.max(before.key, 0) > NOTHING, 0, P.C)
     before_v = tl.where(before.value > NOTHING, before_k, P.C)  # (BV,)
     if gates.log_f is None:  # all queries from the first term on

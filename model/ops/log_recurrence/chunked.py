@@ -11,8 +11,11 @@ where local_t is the recurrence of the chunk alone, from an empty sum.
 A starts from 0 in every chunk, so its rounding error does not grow with the sequence. (The
 published form sums log_p over the whole sequence, and its error grows with T.)
 
-The backward pass is a linear recurrence in reverse, in chunks too:
-g_t = G_t + a_{t+1} g_{t+1}, where a_t = p_t exp(s_{t-1} - s_t) is at most 1.
+The backward pass is a linear recurrence in reverse, in chunks too. a_t = p_t exp(s_{t-1} - s_t) is
+the share of s_{t-1} in s_t, at most 1, and G_t the gradient of output t:
+
+    gradient of s_t through all later outputs   g_t = G_t + a_{t+1} g_{t+1}
+    gradients of log_p_t and h_t                g_t a_t and g_t exp(h_t - s_t)
 
 The carry between chunks is in float64: if almost nothing is forgotten, the rounding errors of all
 chunks add up.
@@ -55,12 +58,14 @@ def backward(
     """Gradients of log_p, h and start, given the gradient of s."""
     wide_p = log_p.to(s.dtype)
     previous = torch.cat([start.unsqueeze(1), s[:, :-1]], dim=1)
-    a = (wide_p + previous - s).exp_()  # (B, T, D): share of s_{t-1} in s_t
+    a = (wide_p + previous - s).exp_()  # (B, T, D)
+    # The product of a over the tokens after a chunk's first, up to the next chunk's first. All s
+    # but those of the two firsts cancel. The sum of log_p begins one token later: hence the roll.
     first = s[:, :: min(CHUNK, s.shape[1])].double()  # (B, N, D)
-    # Share of a chunk's first s in the next chunk's first, by the log_p of the tokens after it.
     log_decay = _chunk(wide_p.roll(-1, 1), 0.0).double().sum(2)
     across = (log_decay[:, :-1] + first[:, :-1] - first[:, 1:]).exp_()
-    g = _reverse_linear_recurrence(pad(a[:, 1:], (0, 0, 0, 1)), g_s, across)
+    a_of_next = pad(a[:, 1:], (0, 0, 0, 1))
+    g = _reverse_linear_recurrence(a_of_next, g_s, across)
     g_p = g * a
     g_h = g.mul_((h.to(s.dtype) - s).exp_())
     return g_p.to(log_p.dtype), g_h.to(h.dtype), g_p[:, 0].clone()

@@ -206,15 +206,18 @@ def _forgetting(
 ) -> tuple[Tensor, Tensor, Callable[..., Tensor]]:
     """Return q and k with n more features, and the function that adds a_t - a_j to scores.
 
-    FlexAttention's gradient of a would be nondeterministic, because atomics add it up. So the
-    function takes a as a constant. The gradient of a comes from the new features, which are 0 in k.
+    The function gives the scores their value, and the features give a its gradient. FlexAttention's
+    own gradient of a would be nondeterministic, because atomics add it up. So to the function a is
+    a constant.
 
-    The text is cut into n intervals. Feature m is 1 in queries of interval m, and in key j it is
-    (a_m - a_j) minus the same number as a constant. a_m is that of the interval's first token: any
-    would do, because a constant in all scores of a query changes nothing. With a single feature,
-    the gradient of a gate would add up the 16-bit roundings of all earlier keys; now it adds up
-    those of one interval. FlexAttention pads features to a power of two, so n features take no more
-    time than one.
+    A new feature adds x - x.detach() to a score: 0, with the gradient of x. x is a_m - a_j, which
+    stands for a_t - a_j: what all scores of a query have in common does not change its weights. The
+    text is cut into n intervals, and m is the first token of the query's. Each interval has a
+    feature, which is 1 in its queries and x - x.detach() in all keys.
+
+    With one interval, the gradient of a gate would add up the 16-bit roundings of all earlier keys.
+    With n, it adds up those of one interval. FlexAttention pads features to a power of two, so n
+    features take no more time than one.
     """
     T, D = q.shape[2:]
     n = 2 ** D.bit_length() - D
@@ -230,8 +233,8 @@ def _forgetting(
     is_in_interval = t * n // T == interval  # (T, n)
     new_q = is_in_interval.to(q.dtype).expand(*q.shape[:3], -1)
     a_of_interval = a[:, :, interval * T // n].mT  # (B, H, 1, n)
-    difference = (a_of_interval - a) * D**0.5  # (B, H, T, n); scores are divided by D^0.5
-    new_k = (difference - difference.detach()).to(k.dtype)
+    x = (a_of_interval - a) * D**0.5  # (B, H, T, n); scores are divided by D^0.5
+    new_k = (x - x.detach()).to(k.dtype)
     return torch.cat([q, new_q], -1), torch.cat([k, new_k], -1), add
 
 

@@ -68,7 +68,7 @@ def alone(engine, reader):
     return bytes(itertools.takewhile(lambda token: token < 256, drawn)).decode(errors="replace")
 
 
-PARTS = {"decay": "head", "gate": "silu", "conv": 4}
+PARTS = {"decay": "head", "gate": "silu"}
 BLOCK = {"name": "mlp", "conv": 4, "activation": "swiglu"}
 FORGETS = {"position": "none", "block": BLOCK, "ngrams": [1, 2]}
 MODELS = [
