@@ -280,7 +280,9 @@ def _read_sums(path: Path) -> dict[str, str]:
     if version != FORMAT_VERSION:
         mismatch = f"{path} has format version {version}; this program reads {FORMAT_VERSION}"
         if _version_of_state(path) == version:
-            raise UserError(f"{mismatch}: use another run_dir")
+            raise UserError(
+                f"{mismatch}: use the commit that the run's config.json names, or another run_dir"
+            )
         raise Damaged(mismatch)
     if set(manifest.sha256) != set(_FILES):
         raise Damaged(f"{path / 'manifest.json'} is damaged: it must list {', '.join(_FILES)}")

@@ -16,7 +16,7 @@ from data.mixture import Weights
 from model.gpt import GPTConfig
 from runtime.tensor_file import Expected
 
-FORMAT_VERSION: Literal[5] = 5
+FORMAT_VERSION: Literal[6] = 6
 RANDOM = "states"
 """Name of the one tensor in random.safetensors: (processes, bytes of a state)."""
 _GPU_BYTES = 16
@@ -91,7 +91,7 @@ class FixedSettings(Settings):
 class TrainState(FixedSettings):
     """The state of a run besides its tensors."""
 
-    format_version: Literal[5] = FORMAT_VERSION
+    format_version: Literal[6] = FORMAT_VERSION
     optimizer: str = "adamw"
     """Its name: another one has other state."""
     step: int = Field(ge=0, lt=10**18)
