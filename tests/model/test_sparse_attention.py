@@ -248,4 +248,4 @@ def test_flops_count_global_projections_for_global_tokens_alone():
 )
 def test_what_does_not_go_together_is_refused(config, n_head, message):
     with pytest.raises(ValueError, match=message):
-        config.check(n_head, 2, None)
+        config.check(n_head, 2)
