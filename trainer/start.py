@@ -28,7 +28,7 @@ from trainer.mup import scale_weights
 from trainer.optim import named_state
 from trainer.resume import find_checkpoint, restore
 from trainer.samples import read_prompt
-from trainer.step import SummedLoss
+from trainer.step import SummedLoss, local_micro_batches
 
 _MAY_DIFFER: Any = {"run_dir": True, "dataset_dir": True, "tracker": True, "runtime": {"device"}}
 """Settings that may differ between processes: where they find the same files, what only the main
@@ -258,11 +258,10 @@ def prove(run: Run) -> None:
     if first_form is not None and all(form == first_form for form in proved_forms):
         use(gpt, Form(*first_form))
         return
-    first = run.group.index * config.batch_size // run.group.count
-    batch = run.batches.batch(run.state.step, first, first + run.micro_batch)
-    length = config.seq_len // run.group.size
-    token_ids = torch.from_numpy(batch[0][:, :length])
-    targets = torch.from_numpy(batch[1][:, :length])
+    # As the run's steps have it: code is compiled for its size.
+    token_ids, targets = local_micro_batches(
+        run.batches, run.state.step, run.group, run.micro_batch, world.device
+    )[0]
     if not (targets >= 0).any():  # a question without its answer has no gradient
         targets = token_ids.roll(-1, 1)
     if config.runtime.strategy == "ddp":
