@@ -258,6 +258,7 @@ def prove(run: Run) -> None:
     if first_form is not None and all(form == first_form for form in proved_forms):
         use(gpt, Form(*first_form))
         return
+    # As the run's steps have it: code is compiled for its size.
     micro_batches = local_micro_batches(
         run.batches, run.state.step, run.group, run.micro_batch, world.device
     )

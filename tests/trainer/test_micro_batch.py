@@ -156,12 +156,13 @@ def test_on_a_cpu_it_wants_a_number(command, tiny_args):
 
 
 @pytest.mark.gpu(alone=True)
-def test_a_gpus_memory_is_used_but_for_a_reserve():
+def test_a_gpus_memory_is_used_but_for_a_reserve(request):
+    """Of a tenth, half is reserved. The rest is left to the tests that run at the same time."""
     runtime = Runtime(torch.device("cuda"), torch.float32)
     module = tiny_gpt().cuda()
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
-    free, total = torch.cuda.mem_get_info()
-    others = torch.empty(max(0, free - total // 10), dtype=torch.uint8, device="cuda")  # a tenth is left, half reserved
+    request.addfinalizer(lambda: torch.cuda.set_per_process_memory_fraction(1.0))
+    torch.cuda.set_per_process_memory_fraction(0.1)
     before = torch.cuda.memory_allocated()
     chosen = choose_micro_batch(module, 2**16, 512, runtime, World(runtime.device))
     assert 1 <= chosen < 2**16
@@ -169,4 +170,3 @@ def test_a_gpus_memory_is_used_but_for_a_reserve():
     for _ in range(2):
         module(*torch.zeros(2, chosen, 512, dtype=torch.int64, device="cuda")).backward()
     optimizer.step()
-    del others

@@ -115,9 +115,13 @@ class Training:
         generator = torch.Generator().manual_seed(config.seed)
         shape = (sequences, config.seq_len + 1)
         ids = torch.randint(config.model.n_vocab, shape, generator=generator)
+        token_ids = ids[:, :-1].contiguous()
+        targets = ids[:, 1:].contiguous()
         if self.runtime.device.type == "cuda":
-            ids = ids.pin_memory()  # as in a run: what is on the GPU would have to be waited for
-        self.batch = [(ids[:, :-1], ids[:, 1:])]
+            # As in a run: the GPU would be waited for, also with slices.
+            token_ids = token_ids.pin_memory()
+            targets = targets.pin_memory()
+        self.batch = [(token_ids, targets)]
 
     def step(self) -> None:
         """Take a step of one micro-batch."""
