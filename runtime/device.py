@@ -2,7 +2,7 @@
 
 import ctypes
 import os
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -47,7 +47,7 @@ class RuntimeConfig(DeviceConfig, defaults="runtime/auto"):
     """torch.compile of each block; auto: on GPUs."""
     micro_batch: Annotated[int, Field(ge=1)] | Literal["auto"]
     """Most sequences per forward pass of a process; gradients are accumulated up to the global
-    batch. auto: as many as fit in a GPU's memory."""
+    batch. auto: the fewest equal micro-batches that fit in a GPU's memory."""
     strategy: Literal["ddp", "fsdp"]
     """ddp: every process holds the whole model; fsdp: each holds a shard, for models too large for
     one GPU."""
@@ -203,6 +203,13 @@ def compile_blocks(gpt: GPT, compiled: bool) -> None:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module of the model is compiled."""
     return any(child._compiled_call_impl is not None for child in module.modules())
+
+
+def not_compiled(module: nn.Module) -> AbstractContextManager[None]:
+    """A context manager in which a module of the model runs without its compiled code."""
+    if not is_compiled(module):
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def triton_version() -> str | None:

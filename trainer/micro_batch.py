@@ -7,8 +7,9 @@ from torch import nn
 
 from common.console import say
 from common.memory import out_of_memory
+from common.numbers import ceil_div
 from common.settings import UserError
-from runtime.device import Runtime, device_name, is_compiled
+from runtime.device import Runtime, device_name, not_compiled
 from runtime.distributed import World
 from trainer.step import accumulate_gradients
 
@@ -20,11 +21,14 @@ def choose_micro_batch(
 ) -> int:
     """The largest micro-batch that fits in every process, the same in all. Prints its choice.
 
+    Trials are not compiled: that would take half a minute for each size. Compiled code keeps about
+    as much (see memory.py).
+
     Args:
         summed_loss: ready for training: wrapped, compiled, on its GPU. Its weights do not change,
             and must not be sharded: other processes would wait forever for one that runs out of
             memory. Its gradients are None afterwards.
-        share: the most sequences that a process has in a step; the result is at most this.
+        share: the most sequences that a process has in a step.
 
     Raises:
         UserError: not even one sequence fits.
@@ -56,9 +60,8 @@ def choose_micro_batch(
             # Blocks of this size must not fragment the memory of the next trial.
             torch.cuda.empty_cache()
 
-    chosen = largest(lambda size: all(world.exchange(fits(size))), share)
-    if is_compiled(summed_loss):
-        torch.compiler.reset()  # code compiled for many sizes is slower than code for one
+    with not_compiled(summed_loss):
+        chosen = largest(lambda size: all(world.exchange(fits(size))), share)
     where = f"the {memory / 1e9:.1f} GB of {device_name(world.device)}"
     if chosen == 0:
         raise UserError(
@@ -69,16 +72,23 @@ def choose_micro_batch(
     return chosen
 
 
-def largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest size up to `most` that fits, found by doubling, then bisecting; 0: none does."""
-    good = 0
-    bad = most + 1
-    while good + 1 < bad:
-        size = (good + bad) // 2
-        if bad > most:
-            size = min(max(1, 2 * good), most)
-        if fits(size):
-            good = size
+def largest(fits: Callable[[int], bool], share: int) -> int:
+    """The size of the fewest equal micro-batches of a share that fit; 0: not even one sequence
+    does.
+
+    Their number is found by doubling, then bisecting.
+    """
+    too_few = 0
+    enough = 1
+    while not fits(ceil_div(share, enough)):
+        if enough == share:
+            return 0
+        too_few = enough
+        enough = min(2 * enough, share)
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if fits(ceil_div(share, middle)):
+            enough = middle
         else:
-            bad = size
-    return good
+            too_few = middle
+    return ceil_div(share, enough)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from printed import assert_one_line
 
+from common.numbers import ceil_div
 from common.settings import decode
 from model.gpt import GPT
 from runtime.checkpoint import newest
@@ -69,15 +70,17 @@ def test_a_mistake_is_one_line(command, arguments, fragments):
     assert result.status == (1 if "cuda" in arguments else 2)
 
 
-def test_the_largest_micro_batch_fits_and_one_more_does_not(tiny_plan):
-    config = tiny_plan({"batch_tokens": 16 * 1_000_000, "model.n_vocab": 50_257}, device="t4", n_device=2)
+def test_the_largest_micro_batch_fits_and_one_micro_batch_less_does_not(tiny_plan):
+    config = tiny_plan({"batch_tokens": 16 * 4_000_000, "model.n_vocab": 50_257}, device="t4", n_device=2)
     target = find_target(config)
     with torch.device("meta"):
         gpt = GPT(config.model)
     largest = plan(config)["memory"]["largest_micro_batch"]
-    assert 1 < largest < 500_000
+    n_micro_batches = ceil_div(2_000_000, largest)
+    assert n_micro_batches > 2
     assert memory_of(gpt, config, target.runtime, config.n_device, largest).peak <= 16e9 * (1 - SPARE)
-    assert memory_of(gpt, config, target.runtime, config.n_device, largest + 1).peak > 16e9 * (1 - SPARE)
+    larger = ceil_div(2_000_000, n_micro_batches - 1)
+    assert memory_of(gpt, config, target.runtime, config.n_device, larger).peak > 16e9 * (1 - SPARE)
 
 
 def test_auto_plans_with_the_largest_micro_batch_and_a_share_is_enough(tiny_plan):

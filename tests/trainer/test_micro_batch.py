@@ -1,4 +1,4 @@
-"""runtime.micro_batch=auto finds the largest size that fits. Trials run on a CPU, whose memory is called a GPU's."""
+"""runtime.micro_batch=auto finds the fewest equal micro-batches that fit. Trials run on a CPU, whose memory is called a GPU's."""
 
 import math
 import weakref
@@ -64,12 +64,12 @@ def choose(monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("share", [1, 2, 7, 20])
-def test_the_largest_that_fits_is_found(choose, where, share, capsys):
+@pytest.mark.parametrize("share", [1, 2, 7, 20, 60])
+def test_the_fewest_that_fit_are_found(choose, where, share, capsys):
     for limit in range(1, share + 2):
         module = Limited(limit, where)
         chosen = choose(module, share)
-        assert chosen == min(limit, share)
+        assert chosen == max(size for n in range(1, share + 1) if (size := math.ceil(share / n)) <= limit)
         assert capsys.readouterr().out.startswith(f"runtime.micro_batch=auto: {chosen} of up to {share} sequences, ")
         assert max(module.sizes) <= share
         assert len(module.sizes) <= 2 + 2 * math.log2(share)
@@ -101,6 +101,18 @@ def test_it_leaves_no_trace(choose):
     assert all(p.grad is None for p in module.parameters())
     for p, q in zip(module.parameters(), same.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_trials_compile_nothing(choose):
+    def refuse(graph, inputs):
+        raise AssertionError("compiled")
+
+    module = tiny_gpt()
+    for block in module.gpt.blocks:
+        block.compile(backend=refuse)
+    assert choose(module, 4) == 4
+    with pytest.raises(Exception, match="compiled"):
+        module(*torch.zeros(2, 1, 16, dtype=torch.int64))
 
 
 @pytest.mark.slow
