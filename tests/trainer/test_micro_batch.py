@@ -1,4 +1,4 @@
-"""runtime.micro_batch=auto finds the fewest equal micro-batches that fit. Trials run on a CPU, whose memory is called a GPU's."""
+"""runtime.micro_batch=auto finds the fewest equal micro-batches that fit. Trials run on a CPU, called a GPU."""
 
 import math
 import weakref
