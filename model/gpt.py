@@ -19,7 +19,7 @@ from common.numbers import ceil_div
 from common.settings import Settings, variant_names
 from model.attention import ATTENTION, AttentionConfig
 from model.attention.base import Attention, AttentionSettings
-from model.layers import Embedding, FusedLinear, Linear, Recompute, recomputing
+from model.layers import Embedding, FusedLinear, Linear, Recompute, gated_linear, recomputing
 from model.ngrams import NGramMemory
 from model.ops.causal_conv import causal_conv, init_conv, no_inputs
 from model.ops.linear_cross_entropy import summed_loss, token_losses
@@ -101,7 +101,10 @@ class GLUBlock(Block):
         self, x: Tensor, state: Any, positions: Positions, return_state: bool
     ) -> tuple[Tensor, Any]:
         y, state = self.attention(self.norm(x), positions, state, return_state)
-        return x + self.proj(glu(self.gate(y))), state
+        h = self.gate(y)
+        if isinstance(self.proj, Linear):
+            return x + gated_linear(h, self.proj.weight), state
+        return x + self.proj(glu(h)), state  # an adapter replaces the layer
 
 
 class MLPBlock(Block):

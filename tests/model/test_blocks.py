@@ -1,4 +1,4 @@
-"""Blocks against their definition: GPT-2's with every combination of its optional parts.
+"""Blocks against their definition: GPT-2's with every combination of its optional parts, and the published linear unit.
 
 Convolutions in pieces, batches, documents and compiled code are in test_ngrams.py.
 """
@@ -10,9 +10,11 @@ from gradients import assert_all_close, naive, with_gradients
 from test_gpt import ids
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch.nn.functional import glu, linear
 
 from common.settings import decode
 from model.gpt import GPT, GPTConfig
+from model.layers import gated_linear
 from model.ops.causal_conv import causal_conv
 
 ACTIVATIONS = {
@@ -92,3 +94,34 @@ def test_gradients_do_not_stack_sums_over_tokens():  # see causal_conv: for GPUs
     backend = aot_autograd(fw_compiler=lambda graph, _: graphs.append(graph) or make_boxed_func(graph.forward))
     torch.compile(gpt_of({"conv": 4}).blocks[0], backend=backend)(x)[0].sum().backward()
     assert "stack" not in graphs[1].code
+
+
+def gated_inputs(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(*s, generator=generator, dtype=dtype).requires_grad_() for s in ((2, 5, 14), (3, 7))]
+
+
+@pytest.mark.gpu
+def test_gated_linear_equals_the_definition_with_gradients():
+    x, weight = gated_inputs()
+    wanted = linear(glu(x), weight)
+    torch.testing.assert_close(gated_linear(x, weight), wanted)
+    g = torch.randn(wanted.shape, dtype=wanted.dtype)
+    got, right = (torch.autograd.grad(y, (x, weight), g) for y in (gated_linear(x, weight), wanted))
+    torch.testing.assert_close(got, right)
+
+
+def test_gated_linear_keeps_only_its_inputs():
+    kept = []
+    x, weight = gated_inputs()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        gated_linear(x, weight)
+    assert [t.data_ptr() for t in kept] == [x.data_ptr(), weight.data_ptr()]
+
+
+def test_gated_linear_has_autocasts_type_in_both_passes():
+    x, weight = gated_inputs(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = gated_linear(x, weight)
+    assert y.dtype == torch.bfloat16
+    assert {g.dtype for g in torch.autograd.grad(y.sum(), (x, weight))} == {torch.float32}

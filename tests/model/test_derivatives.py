@@ -7,9 +7,10 @@ import torch
 from gradients import naive
 from torch.autograd import forward_ad
 from torch.func import grad, vmap
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, glu, linear, scaled_dot_product_attention
 
 from model.attention.log_space import LogSpaceConfig
+from model.layers import gated_linear
 from model.ops.causal_conv import causal_conv
 from model.ops.linear_attention import linear_attention, naive_linear_attention
 from model.ops.linear_cross_entropy import summed_loss, token_losses
@@ -54,6 +55,7 @@ def projected(q, k, v):
 OPERATORS = {
     "summed_loss": (lambda *a: summed_loss(*a, TARGETS), lambda *a: all_losses(*a).sum(), [(T, 3), (5, 3)]),
     "token_losses": (lambda *a: token_losses(*a, TARGETS), all_losses, [(T, 3), (5, 3)]),
+    "gated_linear": (gated_linear, lambda x, weight: linear(glu(x), weight), [(2, T, 6), (4, 3)]),
     "causal_conv": (
         lambda x, weight, seen: causal_conv(x, weight, seen, STARTS)[0],
         lambda x, weight, seen: naive_causal_conv(x, weight, seen, STARTS),
@@ -85,6 +87,7 @@ REFUSALS = {  # the other operators refuse nothing
     "log_attention chunked": "log_attention .* use backend='naive'",
     "log_attention triton": "log_attention .* use backend='naive'",
     "log_recurrence": "log_recurrence .* use naive_log_recurrence",
+    "gated_linear": "forward mode AD|vmap support",  # these are torch's words
     "projection_attention": "forward AD|is not implemented",
 }
 
