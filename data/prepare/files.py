@@ -22,6 +22,7 @@ from common.files import open_file
 from common.settings import UserError
 from data.prepare.items import BINARY, LONG_WINDOW, NOT_JSON, NOT_UTF8, CountBytes, Unreadable
 
+COMPRESSED = (".gz", ".zst")
 LONGEST_LINE = 2**28
 _READ_BYTES = 2**20
 # Small, because a hostile archive can unpack to 30,000 times its size.
@@ -41,21 +42,29 @@ _FOLDERS = {  # by names in them
     ("dataset_dict.json",): "saved by datasets: use data=hf",
     ("multirun.yaml",): "a sweep",
 }
+_FILES = {  # by the ends of their names
+    "tokenizer.json": "a tokenizer",
+    ".tiktoken": "a tokenizer",
+    ".parquet": "Parquet: use data=hf",
+    ".arrow": "Arrow: use data=hf",
+    ".csv": "CSV: use data=hf",
+    ".tsv": "TSV: write it as CSV or JSON lines",
+}
 
 
 def matches(pattern: str, left_out: dict[str, str]) -> list[str]:
     """Return the files that a path, a folder or a glob names, sorted.
 
     A folder is all its files. A folder that cannot be read is returned itself. As in glob,
-    wildcards do not match hidden names. `left_out` gets the path of each folder that is not read,
-    and what it is: a dataset, a run, a model.
+    wildcards do not match hidden names. `left_out` gets the path of what is not read, and what it
+    is: a dataset, a run, a model, a file that only data=hf reads, or the command's own output.
 
     Raises:
         UserError: the path is standard input, a pipe, a socket or a device.
     """
     if os.path.isfile(pattern):
-        return [pattern]
-    if os.path.isdir(pattern):
+        paths = iter([pattern])
+    elif os.path.isdir(pattern):
         paths = _below(pattern, ["**"], left_out, set())
     elif os.path.exists(pattern) or pattern == "-":
         name = "standard input" if pattern == "-" else "a pipe, a socket or a device"
@@ -65,7 +74,23 @@ def matches(pattern: str, left_out: dict[str, str]) -> list[str]:
         folder = os.path.dirname(re.split(r"[*?[]", pattern)[0])
         names = [*filter(None, pattern.removeprefix(folder).split("/"))] or [""]
         paths = _below(folder, names, left_out, set())
-    return sorted(paths)
+    outputs = {os.path.realpath("/dev/fd/1"), os.path.realpath("/dev/fd/2")}
+    files = []
+    for path in sorted(paths):
+        kind = _kind_of_file(path)
+        if os.path.realpath(path) in outputs:
+            kind = "the output of this command"
+        if kind is None:
+            files.append(path)
+        else:
+            left_out[path] = kind
+    return files
+
+
+def _kind_of_file(path: str) -> str | None:
+    """Return what a file is that no source of text reads, by its name; else None."""
+    name = re.sub(rf"({'|'.join(COMPRESSED)})$", "", path.lower())
+    return next((kind for end, kind in _FILES.items() if name.endswith(end)), None)
 
 
 def _kind_of_folder(folder: str, names: list[str]) -> str | None:

@@ -440,7 +440,7 @@ class HubSource(RecordSource, defaults="data/hf"):
         if is_here and not is_dataset:
             raise UserError(
                 f"data.path={self.path}: data=hf reads .parquet, .arrow, .csv and .json files "
-                "here; for this one, give data=text, jsonl or tokens"
+                f"here; for this one, give data={_source_for(self.path)}"
             )
         return {self.path: None}
 
@@ -589,3 +589,11 @@ def _messages(record: JsonDict, text_field: str) -> Any:
         {"role": "user", "content": question},
         {"role": "assistant", "content": answer},
     ]
+
+
+def _source_for(path: str) -> str:
+    """Return the name of the source that reads a file, by the file's name."""
+    name = path.lower()
+    if re.search(r"\.(jsonl|ndjson)(\.\w+)?$", name):
+        return "jsonl"
+    return "tokens" if name.endswith((".bin", ".npy")) else "text"

@@ -48,6 +48,7 @@ def test_a_mistake_is_one_clear_line(command, tiny_args, monkeypatch, arguments,
         ("prepare_data data=tokens data.path=ids.bin data.dtype=uint16", ["id out of range in 1 of the first 1"]),
         ("prepare_data data=tokens data.path=lines.jsonl", ["neither .bin nor .npy"]),
         ("prepare_data data=hf data.path=notes/a.txt", ["a.txt: data=hf reads .parquet, .arrow, ", "give data=text"]),
+        ("prepare_data data=text data.path=a.csv.gz", ["left out: a.csv.gz (CSV: use data=hf)"]),
         ("prepare_data data=stdlib tokenizer=hf", ["Missing mandatory value: tokenizer.path"]),
         ("prepare_data data=stdlib tokenizer=hf tokenizer.path=lines.jsonl", ["path=lines.jsonl cannot be used"]),
         ("train_tokenizer n_vocab=4096", ["Missing mandatory value: dataset_dir"]),
@@ -64,6 +65,7 @@ def test_a_mistake_with_data_is_one_clear_line(command, dataset_dir, tmp_path, m
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("text")
+    (tmp_path / "a.csv.gz").touch()
     (tmp_path / "lines.jsonl").write_text('{"text": "text"}\n')
     (tmp_path / "ids.bin").write_bytes(bytes([1, 0, 2, 1]))
     (tmp_path / "dataset").symlink_to(dataset_dir)

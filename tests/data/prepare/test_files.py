@@ -13,7 +13,7 @@ from data.prepare.tokens import TokenSource
 from data.shards import read_manifest
 
 NOTE = "".join(f"Line {i} of a note.\n" for i in range(6000))  # several documents
-NOT_TEXT = {  # folders that are left out, by what is in them
+NOT_TEXT = {  # folders and files that are left out, by what is in them
     "dataset": ["manifest.json", "train-00000.bin", "tokenizer.json"],
     "killed.partial": ["task-00000.lock"],
     "run": ["config.json", "metrics.jsonl", "checkpoints/step-1/model.safetensors"],
@@ -22,6 +22,11 @@ NOT_TEXT = {  # folders that are left out, by what is in them
     "sharded": ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"],
     "saved": ["dataset_info.json", "state.json", "data-00000-of-00001.arrow"],
     "sweep": ["multirun.yaml", "0/samples.txt"],
+    "tokenizer.json": None,
+    "gpt2.tiktoken": None,
+    "a.parquet": None,
+    "b.ARROW": None,
+    "c.csv": None,
 }
 
 
@@ -30,8 +35,7 @@ def folder(tmp_path, monkeypatch):
     """The working directory: one note, and everything that is left out."""
     folder = tmp_path / "folder"
     for name, files in NOT_TEXT.items():
-        for file in files:
-            path = folder / name / file
+        for path in [folder / name] if files is None else [folder / name / file for file in files]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(NOTE[::-1])
     (folder / "notes.txt").write_text(NOTE)
@@ -51,15 +55,15 @@ def test_own_output_is_not_read(command, folder):
     assert "out is already prepared" in again
 
 
-@pytest.mark.parametrize("pattern", [".", "**/*", "*/*.json*", "run", "saved"])
+@pytest.mark.parametrize("pattern", [".", "**/*", "*/*.json*", "*.p*", "run", "saved"])
 def test_what_is_left_out_is_named(folder, pattern):
     left_out = {}
     assert [path for path in matches(pattern, left_out) if not path.endswith("notes.txt")] == []
     assert {os.path.normpath(path) for path in left_out} <= set(NOT_TEXT)
     if pattern in (".", "**/*"):
         assert {os.path.normpath(path) for path in left_out} == set(NOT_TEXT)
-    if pattern in ("run", "saved"):
-        why = r"data=text reads; left out: (saved \(.*use data=hf|run \(a run)\)"
+    if pattern in ("*.p*", "run", "saved"):
+        why = r"data=text reads; left out: (a\.parquet \(Parquet: use data=hf|saved \(.*use data=hf|run \(a run)\)"
         with pytest.raises(UserError, match=why):
             TextSource(name="text", path=pattern).inputs()
 
