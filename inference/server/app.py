@@ -1,12 +1,13 @@
-"""The routes: a page at /, OpenAI's API at /v1, whose errors have OpenAI's form and a reason."""
+"""The routes: a page at /, OpenAI's API at /v1. Every error has OpenAI's form and a reason."""
 
+import re
 from pathlib import Path
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.settings import JsonDict, UserError
 from data.chat import ChatTokenizer
@@ -29,9 +30,7 @@ _PATHS = (
 def create_app(served: Served) -> FastAPI:
     """Return the application; the caller starts and stops its worker."""
     app = FastAPI(openapi_url=None)
-    # Another site's page in a browser may reach this server through a host name of that site, which
-    # resolves to this machine.
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=served.hosts)
+    app.add_middleware(guarded, hosts=served.hosts)
 
     @app.exception_handler(ApiError)
     @app.exception_handler(UserError)
@@ -86,6 +85,27 @@ def response(error: ApiError) -> Response:
     """Return an error as a whole response."""
     headers = {"Retry-After": "1"} if error.status in (429, 503) else None
     return JSONResponse(error.body, error.status, headers)
+
+
+def guarded(app: ASGIApp, hosts: frozenset[str] | None) -> ASGIApp:
+    """Refuse requests by names other than `hosts`; None: any.
+
+    Another site's page in a browser may reach this server through a host name of that site, which
+    resolves to this machine.
+    """
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if hosts and scope["type"] == "http":
+            host = Request(scope).headers.get("host", "")
+            match = re.fullmatch(r"\[?([^][]*?)\]?(:\d*)?", host)  # an IPv6 address has brackets
+            if match is None or match[1].lower() not in hosts:
+                names = " or ".join(sorted(hosts))
+                refusal = ApiError(403, f"Host {host!r} is not this server's name: use {names}")
+                await response(refusal)(scope, receive, send)
+                return
+        await app(scope, receive, send)
+
+    return answer
 
 
 def _model(served: Served) -> JsonDict:

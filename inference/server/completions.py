@@ -37,8 +37,8 @@ class Served(NamedTuple):
     worker: Worker
     tokenizer: Tokenizer
     limits: ServeConfig
-    hosts: list[str]
-    """Host names that browsers may use for this server; ["*"]: any."""
+    hosts: frozenset[str] | None
+    """Host names that browsers may use for this server; None: any."""
 
 
 async def complete(http: Request, served: Served, kind: type[AnyRequest]) -> Response:

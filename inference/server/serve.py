@@ -15,7 +15,6 @@ from inference.server.completions import Served
 from inference.server.protocol import ServeConfig
 from inference.server.worker import Worker
 
-_ANY = ["*"]  # host names
 _SECONDS_TO_FINISH = 5
 _SECONDS_FOR_THE_LAST_TURN = 30.0
 
@@ -95,7 +94,7 @@ def listen(host: str, port: int) -> socket.socket:
             f"host={host} port={port} cannot be used ({reason}): host must be an address of this "
             "machine; use another port, or port=0 for any free one"
         ) from None
-    if _names(host) == _ANY:
+    if _names(host) is None:
         warn(
             f"host={host}: everyone who can reach this machine can use the model, "
             "without a password"
@@ -103,10 +102,13 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _names(host: str) -> list[str]:
-    """Host names that browsers may use: any if other machines can reach the server."""
+def _names(host: str) -> frozenset[str] | None:
+    """Host names that browsers on this machine may use; None: any.
+
+    Any if other machines can reach the server.
+    """
     try:
         is_local = ipaddress.ip_address(host).is_loopback
     except ValueError:
         is_local = host == "localhost"
-    return ["localhost", "127.0.0.1", "[::1]", host] if is_local else _ANY
+    return frozenset({"localhost", "127.0.0.1", "::1", host}) if is_local else None
