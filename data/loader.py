@@ -173,9 +173,10 @@ class CutWindows(Windows):
         return self._bounds[number]
 
 
-def _spread(total: int, n: int | None) -> list[int]:
+def _spread(total: int, n: int | None) -> Sequence[int]:
     """Return n numbers below `total`, spread evenly; all if n is None or larger."""
-    n = total if n is None else min(n, total)
+    if n is None or n >= total:
+        return range(total)
     return [i * total // n for i in range(n)]
 
 

@@ -298,8 +298,13 @@ def stream(engine: Engine, generation: Generation) -> Iterator[str]:
 
 
 def generate(gpt: GPT, tokenizer: Tokenizer, request: Request) -> Iterator[str]:
-    """Yield the text that continues a request's prompt, as it is drawn. Raises as `stream`."""
+    """Yield the text that continues a request's prompt, as it is drawn.
+
+    Raises:
+        UserError: the request is longer than the model's texts, or logits are not finite.
+    """
     engine = Engine(gpt, tokenizer.n_vocab, max_streams=1)
+    engine.check(request)
     text = Generation(request, tokenizer)
     engine.submit([text])
     return stream(engine, text)

@@ -19,7 +19,7 @@ SPARE = 0.05  # share of a GPU left free for libraries and for fragmentation in 
 def choose_micro_batch(
     summed_loss: nn.Module, share: int, seq_len: int, runtime: Runtime, world: World
 ) -> int:
-    """The largest micro-batch that fits in every process, the same in all. Prints its choice.
+    """The largest of equal micro-batches that fits in every process. Prints its choice.
 
     Trials are not compiled: that would take half a minute for each size. Compiled code keeps about
     as much (see memory.py).

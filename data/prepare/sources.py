@@ -94,9 +94,8 @@ class RecordSource(Source):
             if text is None:
                 raise self._lacking(NO_TEXT, fields)
             return _document(text, set_name)
-        messages = _messages(fields, self.text_field)
-        if isinstance(record, list):  # as nanochat writes a conversation
-            messages = record
+        # nanochat writes a conversation as a list.
+        messages = record if isinstance(record, list) else _messages(fields, self.text_field)
         if messages is None:
             raise self._lacking(NO_CONVERSATION, fields)
         return Document(_conversation(messages), set_name, _unread_keys(fields, messages))
