@@ -64,7 +64,7 @@ def run_sweep(
         fixed, choices, swept, for_hydra = _by_kind(options)
         first_job = [*fixed, *(values[0] for values in choices)]
         composed = compose(config_name, first_job, config_dir, complete=False)
-        folder = Path(composed.get("run_dir") or f"multirun/{config_name}")
+        folder = Path(composed.get("run_dir", f"multirun/{config_name}") or "")
         if folder == Path():
             raise UserError(
                 "run_dir is empty, or this folder: give one for the sweep, such as "
