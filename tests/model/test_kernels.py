@@ -193,7 +193,8 @@ def of_log_attention(dtype, d, d_v, gates, **given):
 
 
 def in_segments():
-    return [of_log_attention("bfloat16", 32, 32, gates, carried=True, segments=2) for gates in (False, True)]
+    """With all that kernels can have besides, and with nothing."""
+    return [of_log_attention("bfloat16", 32, 32, both, carried=both, segments=2) for both in (False, True)]
 
 
 @pytest.mark.parametrize("capability", SHARED)
