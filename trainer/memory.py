@@ -1,8 +1,8 @@
 """Predicts the memory of a training step without running it.
 
 What a layer keeps for its backward pass is measured: a model of one layer of each kind processes a
-few tokens on this machine's CPU. The partitioner of torch.compile keeps the same within a few
-percent.
+few tokens on this machine's CPU. Compiled there, the flagship keeps about 14 % less, and the
+published model 8 % more.
 """
 
 from functools import cache

@@ -13,7 +13,9 @@ from runtime.device import Runtime, device_name, not_compiled
 from runtime.distributed import World
 from trainer.step import accumulate_gradients
 
-SPARE = 0.05  # share of a GPU left free for libraries and for fragmentation in a long run
+SPARE = 0.12
+"""Share of a GPU left free: for libraries, for fragmentation in a long run, and for compiled code,
+which may keep 8 % more (memory.py)."""
 
 
 def choose_micro_batch(
@@ -21,8 +23,7 @@ def choose_micro_batch(
 ) -> int:
     """The largest of equal micro-batches that fits in every process. Prints its choice.
 
-    Trials are not compiled: that would take half a minute for each size. Compiled code keeps about
-    as much (see memory.py).
+    Trials are not compiled: compiling again and again would delay the first step.
 
     Args:
         summed_loss: ready for training: wrapped, compiled, on its GPU. Its weights do not change,
