@@ -7,6 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from common.numbers import ceil_div
 from common.settings import Settings
+from model.attention.longformer import LongformerConfig
 from runtime.checkpoint import CheckpointConfig
 from runtime.device import RuntimeConfig
 from runtime.state import FixedSettings
@@ -114,6 +115,12 @@ class TrainConfig(FixedSettings, defaults="train"):
         chunk = self.runtime.sequence_chunk
         if chunk is not None and chunk < self.seq_len:
             self.model.check_constant_state(f"runtime.sequence_chunk={chunk}")
+        for layer in self.model.layers:
+            if isinstance(layer, LongformerConfig) and layer.n_global > self.seq_len:
+                raise ValueError(
+                    f"n_global={layer.n_global} is more than the seq_len={self.seq_len} positions: "
+                    "lower it"
+                )
         return self
 
     def _check_shared_sequences(self, share: int) -> None:

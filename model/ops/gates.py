@@ -47,7 +47,7 @@ def check_gates(log_f: Tensor, q: Tensor) -> None:
     if log_f.device.type != "cpu" or torch.compiler.is_compiling():
         return
     highest = float(log_f.detach().amax())
-    if highest > 0:  # NaN is passed on: training says at which step the loss is
+    if highest > 0:  # NaN passes: training reports the step at which the loss becomes NaN
         raise ValueError(f"log_f has a maximum of {highest}: gates must be between -inf and 0")
 
 

@@ -26,6 +26,7 @@ def snapshot(folder):
         ("runtime.device=cuda", ["runtime.device=cuda", "no GPU"]),
         ("batch_tokens=100", ["batch_tokens=100 is not divisible", "use 96"]),
         ("model/position=learned model.position.max_len=8", ["seq_len=16 is longer than the 8 learned positions"]),
+        ("model/attention=longformer model.attention.n_global=17", ["n_global=17 is more than the seq_len=16"]),
         ("model/attention=softmax model/position=rotary model.n_head=16", ["turn pairs of features: use an even"]),
         ("model/position=rotary", ["rotary positions do not help log_space", "use position log_recurrence, learned"]),
         ("model.n_vocab=200", ["tokenizer bytes of 257 ids", "set model.n_vocab=257"]),

@@ -473,8 +473,8 @@ def _largest(x):
 def _visible_terms(x, n, before, gates, program, P: tl.constexpr):
     """Which sums of chunk n (C, BV), and of the normalizer (C,), have a term.
 
-    A term of a query is a key and value at or before it, with no reset in between, neither of them
-    masked. Those of earlier chunks show in `before`: a frame that is not -inf.
+    A term of a query is a key and value that are not masked, at or before it, with no reset in
+    between. Terms of earlier chunks show in `before`, as frames that are not -inf.
     """
     k = _keys(x, n, program, P)  # loaded again to save registers
     log_v = _values(x, n, program, P)
