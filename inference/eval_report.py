@@ -4,18 +4,21 @@ from matplotlib.figure import Figure
 from rich.table import Table
 from rich.text import Text
 
-from common.console import say, show_table, table_of
+from common.console import say, show_table, table_of, warn
 from common.figures import png
 from common.settings import JsonDict
 
 # Beside long contexts, tokens before it are not drawn: their high loss would flatten the curves.
 _FIRST_POSITION = 16
+# Largest share of q, k or log_v beyond the bounds of log-space attention without a warning.
+_BEYOND_BOUNDS = 0.001
 
 
 def show_evaluation(result: JsonDict, checkpoint: str) -> None:
     """Print a line of totals, a table of the sets, and a table of the contexts.
 
-    There is no table of one set, and none without contexts.
+    There is no table of one set, and none without contexts. Warn if much is beyond the bounds of
+    log-space attention.
     """
     totals = f"{_loss(result)}, perplexity {_number(result['perplexity'], 3)}"
     if result["bytes"]:
@@ -27,6 +30,15 @@ def show_evaluation(result: JsonDict, checkpoint: str) -> None:
         show_table(_table("set", result["sets"]))
     if result["contexts"]:
         show_table(_table("context", {f"{row['context']:,}": row for row in result["contexts"]}))
+    beyond = []
+    for name, share in (result["beyond_bounds"] or {}).items():
+        if share > _BEYOND_BOUNDS:
+            beyond.append(f"{100 * share:.3g} % of {name}")
+    if beyond:
+        warn(
+            f"{' and '.join(beyond)} are beyond the bounds of log-space attention, and count as "
+            "the bounds: the learning rate was probably too high, train with a lower optim.max_lr"
+        )
 
 
 def _table(first: str, rows: dict[str, JsonDict]) -> Table:

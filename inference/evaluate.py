@@ -15,6 +15,7 @@ from common.settings import JsonDict, UserError
 from data.documents import sets_between
 from data.loader import CutWindows, EvalBatches, Windows, eval_batches
 from data.shards import TokenStream
+from inference.bounds import shares_beyond_bounds
 from inference.eval_report import draw_evaluation, show_evaluation
 from inference.load import Loaded, ModelConfig, load, open_dataset
 from model.gpt import GPT
@@ -200,6 +201,7 @@ def measure(evaluation: Evaluation, world: World) -> JsonDict:
             name: figures(set_losses[name]) for name in largest_first if set_losses[name].tokens
         },
         "by_position": positions,
+        "beyond_bounds": shares_beyond_bounds(gpt, windows, evaluation.loaded.runtime),
         "contexts": [
             _measure_context(evaluation, gpt, context, byte_lengths, world)
             for context in evaluation.contexts

@@ -73,8 +73,8 @@ def _name(path: KeyPath) -> str:
 
 
 def tensors_of(state: Any) -> dict[str, Tensor]:
-    """The tensors of a state, and the ints of its rows as int64 (B,), named by their paths in it:
-    layers.0.log_s."""
+    """The tensors of a state, and the ints of its rows as int64 (B,), named by their paths in it,
+    such as layers.0."""
     tensors = {}
     for path, x in tree_flatten_with_path(state, is_leaf=_per_row)[0]:
         if isinstance(x, Tensor):

@@ -35,8 +35,8 @@ MUTATIONS = [
     Mutation(
         "gradient-sign",
         "model/ops/log_attention/chunked.py",
-        "g_y.sum(-1, keepdim=True).neg_()",
-        "g_y.sum(-1, keepdim=True)",
+        ".div_(norm).neg_()",
+        ".div_(norm)",
         "the normalizer's gradient in log-space attention has the wrong sign",
         "tests/model/test_attention_contract.py",
     ),

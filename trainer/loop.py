@@ -192,8 +192,6 @@ def take_step(
         return skip(run, result.refused), result.stop
     run.update(step=step)
     line = run.line(loss=result.loss, lr=config.optim.max_lr * factor, grad_norm=result.grad_norm)
-    if result.exact_tiles:
-        line["exact_tiles"] = result.exact_tiles
     return line, result.stop
 
 

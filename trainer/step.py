@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from common.numbers import ceil_div
 from data.loader import TrainBatches
 from model.gpt import GPT, GPTState, call_layer
-from model.ops.log_attention.exact import recomputed_tiles
 from runtime.device import Runtime
 from runtime.distributed import SequenceGroup, World
 from trainer.long_sequences import backward_in_chunks
@@ -67,9 +66,6 @@ class StepResult(NamedTuple):
     """Norm of the whole gradient before clipping."""
     stop: bool
     """Whether any process was asked to stop."""
-    exact_tiles: int
-    """Log-attention tiles recomputed exactly, summed over processes. Recomputed forward passes
-    count too."""
     refused: str | None
     """Why the weights were not updated (gradients are still there); None: they were updated."""
 
@@ -104,8 +100,6 @@ def train_step(
     """
     world = world or World(runtime.device)
     params = list(summed_loss.parameters())
-    exact_tiles = recomputed_tiles("forward", params[0].device)  # (1,), counts on
-    tiles_before = exact_tiles.clone()
     n_valid_here = sum(float((targets >= 0).sum()) for _, targets in micro_batches)
     n_valid = world.sum(torch.full((), n_valid_here, dtype=torch.float64, device=world.device))
     loss_here = accumulate_gradients(
@@ -119,19 +113,18 @@ def train_step(
     if loss_here is None:
         return None
     asked_here = loss_here.new_full((), asked_to_stop())
-    tiles_here = (exact_tiles - tiles_before).double().squeeze()
-    sums = world.sum(torch.stack([loss_here, asked_here, tiles_here]))
+    sums = world.sum(torch.stack([loss_here, asked_here]))
     norm = world.unshard(nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]))
     # Nothing else in a step makes the CPU wait for a GPU.
-    results = torch.stack([sums[0] / n_valid, norm.double(), sums[1], sums[2]])
-    loss, grad_norm, asked, tiles = results.tolist()
+    results = torch.stack([sums[0] / n_valid, norm.double(), sums[1]])
+    loss, grad_norm, asked = results.tolist()
     refused = why_bad(loss, grad_norm)
     if refused is None:
         if grad_clip is not None:
             nn.utils.clip_grads_with_norm_(params, grad_clip, norm)
         optimizer.step()
         optimizer.zero_grad()
-    return StepResult(loss, grad_norm, asked > 0, int(tiles), refused)
+    return StepResult(loss, grad_norm, asked > 0, refused)
 
 
 def why_bad(loss: float, grad_norm: float) -> str | None:

@@ -1,17 +1,12 @@
 """Linear attention (Katharopoulos et al. 2020): weights are products of positive features."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
 
 from model.attention.base import Forgetting, ForgettingSettings, MultiHeadAttention
-from model.ops.custom import accumulation_dtype
-from model.ops.linear_attention import (
-    LinearAttentionState,
-    linear_attention,
-    naive_linear_attention,
-)
+from model.ops.log_attention import LINEAR, empty_state, log_attention, naive_log_attention
 
 
 class LinearConfig(ForgettingSettings, defaults="model/attention/linear"):
@@ -41,16 +36,18 @@ class LinearAttention(MultiHeadAttention):
         forgetting: Forgetting,
         state: Any,
         return_state: bool,
-    ) -> tuple[Tensor, LinearAttentionState]:
-        return linear_attention(q, k, v, state, forgetting.log_f)
-
-    def initial_state(self, B: int, device: torch.device) -> LinearAttentionState:
-        dtype = accumulation_dtype(self.qkv.weight)
-        S = torch.zeros(B, self.n_head, self.head_dim, self.head_dim, dtype=dtype, device=device)
-        return LinearAttentionState(S, S[..., 0].clone())
+    ) -> tuple[Tensor, Tensor | None]:
+        options: Any = {"form": LINEAR, "state": state, "return_state": return_state}
+        result: Any = log_attention(q, k, v, forgetting.log_f, **options)
+        return result if return_state else (result, None)
 
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
-        return naive_linear_attention(q, k, v, log_f)
+        return cast(Tensor, naive_log_attention(q, k, v, log_f, form=LINEAR))
+
+    def initial_state(self, B: int, device: torch.device) -> Tensor:
+        shape = B, self.n_head, 0, self.head_dim
+        no_tokens = torch.empty(shape, dtype=self.qkv.weight.dtype, device=device)
+        return empty_state(no_tokens, no_tokens)
 
     def flops_per_token(self, seq_len: int) -> int:
         return self.chunked_flops(seq_len, self.head_dim, self.head_dim)

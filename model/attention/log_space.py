@@ -8,18 +8,14 @@ from pydantic import Field
 from torch import Tensor
 
 from model.attention.base import Attention, Forgetting, ForgettingSettings
-from model.ops.custom import accumulation_dtype
-from model.ops.gates import forgotten
 from model.ops.log_attention import (
-    LogAttentionState,
+    LOG_SPACE,
+    SIGNED,
+    empty_state,
     log_attention,
     naive_log_attention,
-    split_signs,
 )
-from model.ops.log_attention.state import empty_state
 from model.position import Rotation
-
-_SMALLEST_VALUE = 1e-30  # its product with a weight is still in the range of float32 and bfloat16
 
 
 class _Sizes(ForgettingSettings, defaults="model/attention/log_space"):
@@ -66,8 +62,7 @@ class LogSpaceAttention(Attention):
     """Causal log-space attention. Its result is log_y: it stays in log space."""
 
     resets = True
-    signs = 1
-    """Signs that values can have. A state has columns for each, besides the normalizer's."""
+    form = LOG_SPACE
 
     def __init__(self, settings: _Sizes, n_embd: int, n_head: int, head_dim: int) -> None:
         d_key = settings.query_dim(head_dim)
@@ -98,68 +93,30 @@ class LogSpaceAttention(Attention):
         forgetting: Forgetting,
         state: Any,
         return_state: bool,
-    ) -> tuple[Tensor, LogAttentionState | None]:
-        # Without return_state, the operator skips checking that the state is exact.
-        result: Any = log_attention(
-            q, k, v, forgetting.log_f, state=state, return_state=return_state
-        )
+    ) -> tuple[Tensor, Tensor | None]:
+        options: Any = {"form": self.form, "state": state, "return_state": return_state}
+        result: Any = log_attention(q, k, v, forgetting.log_f, **options)
         return result if return_state else (result, None)
 
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
-        return cast(Tensor, naive_log_attention(q, k, v, log_f))
+        return cast(Tensor, naive_log_attention(q, k, v, log_f, form=self.form))
 
-    def initial_state(self, B: int, device: torch.device) -> LogAttentionState:
+    def initial_state(self, B: int, device: torch.device) -> Tensor:
         no_tokens = torch.empty(B, self.n_head, 0, 1, dtype=self.qkv.weight.dtype, device=device)
         q = no_tokens.expand(-1, -1, -1, self.state_features)
-        log_v = no_tokens.expand(-1, -1, -1, self.signs * self.d_val)
-        return empty_state(q, log_v)
+        return empty_state(q, no_tokens.expand(-1, -1, -1, self.d_val))
 
     def flops_per_token(self, seq_len: int) -> int:
-        return self.chunked_flops(seq_len, self.state_features, self.signs * self.d_val)
+        return self.chunked_flops(seq_len, self.state_features, self.d_val)
 
 
 class LogSpaceSignedAttention(LogSpaceAttention):
-    """Log-space attention over values of either sign.
+    """Log-space attention over values of either sign."""
 
-    y = exp(log_y of v > 0) - exp(log_y of v < 0).
-    """
-
-    signs = 2
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        forgetting: Forgetting,
-        state: Any,
-        return_state: bool,
-    ) -> tuple[Tensor, LogAttentionState | None]:
-        dtype = v.dtype
-        # Not in 16 bits: rounding log v costs more than rounding v.
-        v = _away_from_zero(v.to(accumulation_dtype(v)))
-        log_v = split_signs(v.abs().log(), v.sign())
-        log_y, after = super().attend(q, k, log_v, forgetting, state, return_state)
-        positive, negative = log_y.exp().chunk(2, dim=-1)
-        return (positive - negative).to(dtype), after
-
-    def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
-        """softmax(log(exp(q) exp(k)^T)) v with explicit weights."""
-        terms = q.unsqueeze(3) + k.unsqueeze(2)  # (B, H, T, T, d_k)
-        if log_f is not None:
-            terms = terms + forgotten(log_f)
-        scores = terms.logsumexp(-1)  # (B, H, T, T)
-        return scores.masked_fill(~self.mask(q.shape[2]), -torch.inf).softmax(-1) @ v
+    form = SIGNED
 
 
 def pairs_of(x: Tensor) -> Tensor:
     """(..., 2 n) -> (..., n^2): a_i + b_j for each a_i of the first half and b_j of the second."""
     a, b = x.chunk(2, dim=-1)
     return (a.unsqueeze(-1) + b.unsqueeze(-2)).flatten(-2)
-
-
-def _away_from_zero(v: Tensor) -> Tensor:
-    """Replace values below 1e-30 by 1e-30, but keep v's gradient: y is linear in v, yet v's
-    gradient passes log |v|."""
-    lacking = torch.where(v.abs() < _SMALLEST_VALUE, _SMALLEST_VALUE - v.detach(), 0)
-    return v + lacking

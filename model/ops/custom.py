@@ -89,11 +89,6 @@ def in_chunks(x: Tensor, C: int, fill: float) -> Tensor:
     return x.unflatten(-2, (-1, C))
 
 
-def split(x: Tensor, C: int, fill: float) -> Tensor:
-    """(B, H, T, D) -> (N, B, H, C, D), as `in_chunks`: a loop over chunks reads memory in order."""
-    return in_chunks(x, C, fill).permute(2, 0, 1, 3, 4)
-
-
 def refuse_transforms(operator: str, instead: str, *tensors: Tensor | None) -> None:
     """Raise if a tensor has a forward-mode tangent or is differentiated by torch.func.
 

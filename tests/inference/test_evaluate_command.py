@@ -12,7 +12,7 @@ from common.figures import png
 from common.settings import UserError, decode
 from data.documents import documents_in
 from data.shards import TokenStream, read_manifest
-from inference.eval_report import draw_evaluation
+from inference.eval_report import draw_evaluation, show_evaluation
 from inference.evaluate import EvaluateConfig, measure, open_evaluation, position_bins, run_evaluation
 from model.gpt import GPT
 from runtime.checkpoint import load_model
@@ -259,3 +259,43 @@ def test_losses_that_are_not_finite_are_null_and_drawn_as_nothing(trained):
     for row in (result, *result["sets"].values(), *result["contexts"], *result["by_position"]):
         row.update({key: value for key, value in gone.items() if key in row})
     assert draw_evaluation(result, SEQ_LEN).startswith(PNG)
+
+
+HEAD = {"q": [5, -54.9, -55.1, 0], "k": [46, 44, -26, -math.inf], "log_v": [24, 26, -21, -19]}  # bounded: 1, 2, 2 of 4
+PAIRS = {"q": [0, 0, 0, -61], "k": [30, 0, 20, 0], "log_v": [0] * 4}  # a_i + b_j: two of q's, and one of k's
+
+
+@pytest.mark.parametrize(
+    ("attention", "head", "expected"),
+    [
+        ({"name": "log_space"}, HEAD, {"q": 1 / 4, "k": 2 / 4, "log_v": 2 / 4}),
+        ({"name": "log_space_signed"}, HEAD, {"q": 1 / 4, "k": 2 / 4}),
+        ({"name": "log_space", "product": True}, PAIRS, {"q": 2 / 4, "k": 1 / 4, "log_v": 0}),
+    ],
+)
+def test_shares_beyond_bounds_are_those_of_all_log_space_layers(trained, attention, head, expected):
+    """Of two such layers, one is far below its bounds."""
+    sizes = {"d_key": 4, "d_val": 4}
+    pattern = [attention | sizes, attention | sizes, {"name": "softmax"}]
+    run_dir = trained({"model.n_layer": 3, "model.attention_pattern": pattern})
+    assert evaluated(run_dir, contexts=[])["beyond_bounds"] == dict.fromkeys(expected, 0)
+    raw = {"checkpoint": str(run_dir), "runtime": RUNTIME, "contexts": []}
+    plan = open_evaluation(decode(EvaluateConfig, raw))
+    qkv = plan.loaded.gpt.blocks[1].attention.qkv
+    with torch.no_grad():
+        qkv.weight.zero_()
+        of_two_heads = [torch.tensor(values * 2).unsqueeze(1) for values in head.values()]
+        qkv.bias.copy_(qkv.join(of_two_heads).squeeze(1))
+    result = measure(plan, World(torch.device("cpu")))
+    assert result["beyond_bounds"] == {name: share / 2 for name, share in expected.items()}
+    assert not qkv._forward_hooks
+
+
+def test_a_warning_says_what_is_beyond_bounds(trained, capsys):
+    result = evaluated(trained({"model.attention": {"name": "softmax"}}), contexts=[])
+    assert result["beyond_bounds"] is None
+    show_evaluation(result | {"beyond_bounds": {"q": 0.0, "k": 0.001, "log_v": 0.001}}, "")
+    assert capsys.readouterr().err == ""
+    show_evaluation(result | {"beyond_bounds": {"q": 0.00125, "k": 0.001, "log_v": 1.0}}, "")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: 0.125 % of q and 100 % of log_v are beyond the bounds of log-space attention, and")

@@ -4,19 +4,15 @@ import pytest
 import torch
 
 from model.attention.longformer import LongformerAttention
-from model.ops.log_attention.exact import _counters
+from model.ops.log_attention import LINEAR, LOG_SPACE, SIGNED
 
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs have no kernels for float64")
 """For kernels in float64, which run in Triton's interpreter alone."""
 
+FORMS = {"log_space": LOG_SPACE, "signed": SIGNED, "linear": LINEAR}
 FAST_SLOW = ["chunked", pytest.param("triton", marks=pytest.mark.slow)]  # triton's interpreter takes seconds
-FORMS_SLOW = [("chunked", True), ("chunked", False), pytest.param("triton", True, marks=pytest.mark.slow)]
+CAUSAL_SLOW = [("chunked", True), ("chunked", False), pytest.param("triton", True, marks=pytest.mark.slow)]
 """Backend and whether attention is causal."""
-
-
-def tiles():
-    """The tiles of forward and of backward passes that were computed again so far."""
-    return [sum(int(n) for (name, _), n in _counters.items() if name == which) for which in ("forward", "backward")]
 
 
 def naive(module, x, rotation=None):

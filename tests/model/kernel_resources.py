@@ -1,8 +1,8 @@
 """Compiles the Triton kernels for a GPU that need not be present, and counts the resources that they use.
 
 python tests/model/kernel_resources.py 90 '{"operator": "log_attention", "dtype": "bfloat16", "d": 32, "d_v": 32,
-"gates": true, "carried": true, "of_values": "bfloat16"}' prints for each case, here one for compute capability 9.0, a
-line of JSON with its kernels. With "only": "sweep", only kernels with this in their name are compiled; with
+"gates": true, "form": "LOG_SPACE", "of_values": "bfloat16"}' prints for each case, here one for compute capability 9.0,
+a line of JSON with its kernels. With "only": "grads", only kernels with this in their name are compiled; with
 "assembled": false, without what only machine code shows. A process that has compiled for an absent GPU cannot run
 kernels.
 """
@@ -26,7 +26,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import JITFunction, driver
 
 from model.ops.linear_cross_entropy.triton import cross_entropy_
-from model.ops.log_attention.state import LogAttentionState, empty_state
+from model.ops.log_attention import naive
 from model.ops.log_attention.triton import triton_log_attention
 from model.ops.log_recurrence import triton as log_recurrence
 
@@ -65,17 +65,13 @@ def compiled(launch: Callable[[], None], capability: int, only: str = "", assemb
     return found
 
 
-def launch_log_attention(
-    dtype: torch.dtype, d: int, d_v: int, gates: bool, carried: bool, of_values: torch.dtype, segments: int = 1
-) -> None:
-    """A forward and backward pass over heads of d features; `carried`: from a state to the next."""
+def launch_log_attention(dtype: torch.dtype, d: int, d_v: int, gates: bool, form: str, of_values: torch.dtype) -> None:
+    """A forward and backward pass over heads of d features."""
     tensors = torch.zeros(16, 1024, 24, 2 * d + d_v, dtype=dtype).transpose(1, 2).split([d, d, d_v], dim=-1)
-    q, k, log_v = (x.detach().requires_grad_() for x in tensors)
-    log_v = log_v.detach().to(of_values).requires_grad_()
+    q, k, v = (x.detach().requires_grad_() for x in tensors)
+    v = v.detach().to(of_values).requires_grad_()
     log_f = torch.zeros(16, 1024, 24, 1).transpose(1, 2).requires_grad_() if gates else None  # the model's are float32
-    state = LogAttentionState(*(x.requires_grad_() for x in empty_state(q, log_v))) if carried else None
-    found = triton_log_attention(q, k, log_v, log_f, state=state, return_state=carried, segments=segments)
-    (found[0] if isinstance(found, tuple) else found).sum().backward()
+    triton_log_attention(q, k, v, log_f, form=getattr(naive, form)).sum().backward()
 
 
 def launch_loss(dtype: torch.dtype) -> None:
@@ -98,23 +94,11 @@ LAUNCH: dict[str, Callable[..., None]] = {
 }
 
 
-_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@\S+\s+)?([A-Z][\w.]*)([^;]*);")
-
-
-def in_the_longest_loop(machine_code: str) -> list[str]:
-    """The instructions that a warp executes for a chunk, those of branches included."""
-    found = [(int(place, 16), name, rest) for place, name, rest in _INSTRUCTION.findall(machine_code)]
-    jumps = [(place, re.search(r"0x([0-9a-f]+)", rest)) for place, name, rest in found if name.startswith("BRA")]
-    back = [(int(to[1], 16), place) for place, to in jumps if to and int(to[1], 16) < place]
-    start, end = max(back, key=lambda loop: loop[1] - loop[0], default=(0, 0))
-    return [name for place, name, _ in found if start <= place <= end]
-
-
 def resources(binary: Any) -> dict[str, int | str]:
     """Warps, registers of a thread, bytes of its stack (what it spills), and bytes of shared memory of a program.
 
-    The version of its PTX, which is the assembler's, and how often it names wgmma. Of the longest loop, which processes
-    a chunk: instructions, and those that compute 2^x.
+    The version of its PTX, which is the assembler's, and how often it names wgmma. Of its machine code: instructions,
+    and those that compute 2^x.
     """
     metadata, ptx = binary.metadata, binary.asm["ptx"]
     by_triton = {"warps": metadata.num_warps, "shared": metadata.shared, "wgmma": ptx.count("wgmma")}
@@ -129,12 +113,12 @@ def resources(binary: Any) -> dict[str, int | str]:
             [tool, "-res-usage", "-sass", file.name], capture_output=True, text=True, check=True
         ).stdout
     used = {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", text)}
-    loop = in_the_longest_loop(text)
+    instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@\S+\s+)?([A-Z][\w.]*)", text)
     return by_triton | {
         "registers": used["REG"],
         "stack": used["STACK"],
-        "instructions": len(loop),
-        "ex2": sum(name.startswith("MUFU.EX2") for name in loop),
+        "instructions": len(instructions),
+        "ex2": sum(name.startswith("MUFU.EX2") for name in instructions),
     }
 
 

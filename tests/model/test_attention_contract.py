@@ -20,8 +20,7 @@ from common.console import say_once
 from common.settings import UserError, decode, variant_names
 from inference.sampling import SamplingConfig
 from model.attention import ATTENTION, AttentionConfig
-from model.attention.base import AttentionSettings, Forgetting
-from model.attention.log_space import LogSpaceSignedConfig
+from model.attention.base import AttentionSettings
 from model.gpt import GPT, GPTConfig, GPTState
 from model.position import Positions, RotaryPosition
 from model.state import cat_states, restored, select_rows, state_bytes, tensors_of
@@ -303,15 +302,6 @@ def test_bfloat16_errs_no_more_than_its_inputs_warrant(case, device):
             y = module.float()(x.float())[0]
     assert y.isfinite().all()
     assert (y.double() - wanted).abs().max() <= 4 * change + 2**-8 * wanted.abs().max()
-
-
-def test_signed_values_are_not_rounded_as_logarithms():
-    """The result of a single token is its value, also where values are bfloat16 and far from 1."""
-    module = decode(LogSpaceSignedConfig, {"name": "log_space_signed"}).build(16, 2, 8)
-    q, k, v = (torch.randn(2, 2, 1, 8, dtype=torch.bfloat16) for _ in range(3))
-    y, _ = module.attend(q, k, 100 * v, Forgetting(), None, False)
-    assert y.dtype == v.dtype
-    assert torch.equal(y, 100 * v)
 
 
 def gpt_config(**changes):

@@ -12,9 +12,8 @@ from torch.nn.functional import cross_entropy, glu, linear, scaled_dot_product_a
 from model.attention.log_space import LogSpaceConfig
 from model.layers import gated_linear
 from model.ops.causal_conv import causal_conv
-from model.ops.linear_attention import linear_attention, naive_linear_attention
 from model.ops.linear_cross_entropy import summed_loss, token_losses
-from model.ops.log_attention import log_attention, naive_log_attention
+from model.ops.log_attention import LINEAR, LOG_SPACE, SIGNED, log_attention, naive_log_attention
 from model.ops.log_recurrence import log_recurrence, naive_log_recurrence
 from model.ops.projection_attention import inner_keys, inner_queries, naive_projection_attention, padded_values
 from model.ops.sparse_attention.attend import sparse_attention
@@ -62,19 +61,23 @@ OPERATORS = {
         [(2, T, 3), (12,), (2, 3, 3)],
     ),
     **{
-        f"log_attention {backend}": (
-            lambda *a, backend=backend: log_attention(*a, backend=backend),
-            naive_log_attention,
+        f"log_attention {name}": (
+            lambda *a, form=form, backend=backend: log_attention(*a, form=form, backend=backend),
+            lambda *a, form=form: naive_log_attention(*a, form=form),
             HEADS,
         )
-        for backend in ("chunked", "triton")
+        for name, form, backend in [
+            ("chunked", LOG_SPACE, "chunked"),
+            ("triton", LOG_SPACE, "triton"),
+            ("signed", SIGNED, "chunked"),
+            ("linear", LINEAR, "chunked"),
+        ]
     },
     "log_recurrence": (
         lambda x, h, s: log_recurrence(-x.exp(), h, s)[0],
         lambda x, h, s: naive_log_recurrence(-x.exp(), h, s)[0],
         [(2, T, 3), (2, T, 3), (2, 3)],
     ),
-    "linear_attention": (lambda *a: linear_attention(*a)[0], naive_linear_attention, HEADS),
     "sparse_attention": (
         lambda *a: sparse_attention(*a, PATTERN),
         lambda *a: naive_sparse_attention(*a, PATTERN),
@@ -84,8 +87,10 @@ OPERATORS = {
 }
 REFUSALS = {  # the other operators refuse nothing
     "summed_loss": r"summed_loss .* use token_losses\(\.\.\.\)\.sum\(\)",
-    "log_attention chunked": "log_attention .* use backend='naive'",
-    "log_attention triton": "log_attention .* use backend='naive'",
+    **{
+        f"log_attention {name}": "log_attention .* use backend='naive'"
+        for name in ("chunked", "triton", "signed", "linear")
+    },
     "log_recurrence": "log_recurrence .* use naive_log_recurrence",
     "gated_linear": "forward mode AD|vmap support",  # these are torch's words
     "projection_attention": "forward AD|is not implemented",

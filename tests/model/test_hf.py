@@ -350,5 +350,4 @@ def test_an_export_holds_only_its_own_mechanisms():
     assert {name for name in files if name.startswith("model_attention_")} == {
         f"model_attention_{name}.py" for name in ("base", "cache", "log_space", "softmax")
     }
-    assert "model_ops_linear_attention.py" not in files
     assert "model_ops_log_attention.py" in files

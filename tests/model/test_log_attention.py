@@ -1,4 +1,4 @@
-"""log_attention against its definition and against numbers computed by the published code."""
+"""log_attention in all its forms against its definition, the paper's, and numbers of the published code."""
 
 import functools
 import itertools
@@ -6,11 +6,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from gradients import FAST_SLOW, FORMS_SLOW, INTERPRETED, assert_all_close, tiles
+from agreement import compare
+from gradients import CAUSAL_SLOW, FAST_SLOW, FORMS, assert_all_close
 from safetensors.torch import load_file
 from torch.profiler import ProfilerActivity, profile
 
-from model.ops.log_attention import BACKENDS, LogAttentionState, log_attention, naive_log_attention
+from model.ops.log_attention import (
+    BACKENDS,
+    LINEAR,
+    LOG_SPACE,
+    SIGNED,
+    chunked,
+    log_attention,
+    naive_log_attention,
+)
+from model.ops.log_attention.naive import KEY, QUERY, VALUE
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "published_log_attention.safetensors"
 
@@ -20,39 +30,31 @@ def golden():
     return load_file(GOLDEN)
 
 
-def inputs(T, S=None, d_k=5, d_v=7, B=2, H=3, gates=False):
-    """q, k, log_v, the state of earlier tokens, and gates if wanted: leaves that require gradients."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(T, d_k), (S or T, d_k), (S or T, d_v), (d_k, d_v), (d_k,), (T, 1)]
-    *tensors, z = (torch.randn(B, H, *shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    tensors += [torch.nn.functional.logsigmoid(z + 1)] * gates
-    return [x.requires_grad_() for x in tensors]
+def inputs(T, S=None, d_k=5, d_v=7, B=2, H=3, gates=False, dtype=torch.float64):
+    """q, k, v, the state of earlier tokens, and gates if wanted, by name."""
+    generator = torch.Generator().manual_seed(T)
+    shapes = {"q": (T, d_k), "k": (S or T, d_k), "log_v": (S or T, d_v), "state": (d_k, d_v + 1), "log_f": (T, 1)}
+    x = {name: torch.randn(B, H, *s, generator=generator, dtype=torch.float64).to(dtype) for name, s in shapes.items()}
+    x["state"].exp_()
+    x["log_f"] = torch.nn.functional.logsigmoid(x["log_f"] + 1)
+    if not gates:
+        del x["log_f"]
+    return x
 
 
-def results_and_gradients(attend, leaves, **options):
-    """log_y, the state after, and every leaf's gradient of a random weighted sum of all three."""
-    q, k, log_v, log_s, log_z, *gates = leaves
-    log_y, state = attend(q, k, log_v, *gates, state=LogAttentionState(log_s, log_z), return_state=True, **options)
-    outputs = [log_y, *state]
-    generator = torch.Generator().manual_seed(1)
-    weights = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in outputs]
-    loss = sum((x * w).sum() for x, w in zip(outputs, weights, strict=True))
-    return [*outputs, *torch.autograd.grad(loss, leaves)]
+def paper(q, k, log_v, causal):
+    """Heinsen 2024, eqs. 4-6: sums in log space."""
+    kv = k.unsqueeze(-1) + log_v.unsqueeze(-2)  # (B, H, S, d_k, d_v)
+    log_s, log_z = (x.logcumsumexp(2) if causal else x.logsumexp(2, keepdim=True) for x in (kv, k))
+    return (q.unsqueeze(-1) + log_s).logsumexp(-2) - (q + log_z).logsumexp(-1, keepdim=True)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("backend", "form", "scale"),
-    [
-        *itertools.product(["naive", "chunked"], ["causal", "full"], [1, 5, 20, 80, 200]),
-        pytest.param("triton", "causal", 1, marks=[INTERPRETED, pytest.mark.slow]),
-        pytest.param("triton", "causal", 80, marks=[INTERPRETED, pytest.mark.slow]),
-        pytest.param("triton", "causal", 200, marks=[INTERPRETED, pytest.mark.slow]),
-    ],
-)
+@pytest.mark.parametrize(("backend", "form"), itertools.product(["naive", "chunked"], ["causal", "full"]))
+@pytest.mark.parametrize("scale", [1, 5, 20, 200])
 def test_log_attention_gives_the_published_numbers(backend, form, scale, device):
-    heads = slice(1 if (backend, scale) == ("triton", 200) else None)  # where Triton's interpreter takes ten seconds
-    file = {name: tensor[:, heads].to(device) for name, tensor in golden().items()}
+    """Scales 20 and 200 are beyond the bounds: their numbers are those of `paper` for bounded inputs."""
+    file = {name: tensor.to(device) for name, tensor in golden().items()}
     leaves = [file[f"scale{scale}/{name}"].clone().requires_grad_() for name in ("q", "k", "log_v")]
     log_y = log_attention(*leaves, causal=form == "causal", backend=backend)
     gradients = torch.autograd.grad(log_y, leaves, file[f"scale{scale}/{form}/grad_out"])
@@ -60,92 +62,142 @@ def test_log_attention_gives_the_published_numbers(backend, form, scale, device)
     assert_all_close([log_y, *gradients], wanted, 1e-9)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("deviation", [1, 4, 100])
+def test_the_definition_is_the_papers_within_bounds_and_bounded_beyond(causal, deviation):
+    """The derivative is the paper's at the bounded inputs."""
+    leaves = [deviation * x for x in list(inputs(20).values())[:3]]
+    q, k, log_v = leaves
+    bounded = [(q - q.amax(-1, keepdim=True)).clamp(*QUERY), k.clamp(*KEY), log_v.clamp(*VALUE)]
+    if deviation < 10:  # logarithms of features of a query are relative
+        assert torch.equal(bounded[1], k)
+        assert torch.equal(bounded[2], log_v)
+        bounded[0] = q
+    results = []
+    for form, x in ((naive_log_attention, leaves), (paper, bounded)):
+        x = [y.clone().requires_grad_() for y in x]
+        y = form(*x, causal=causal)
+        results.append([y, *torch.autograd.grad(y.sin().sum(), x)])
+    assert_all_close(*results, 1e-12)
+
+
+def test_the_definition_of_linear_attention_is_the_papers():
+    """Katharopoulos et al. 2020, eqs. 7 and 8, one pair of tokens at a time."""
+    q, k, v = list(inputs(31).values())[:3]
+    phi = lambda x: torch.nn.functional.elu(x) + 1  # noqa: E731
+    rows = []
+    for i in range(31):
+        weights = [(phi(q[:, :, i]) * phi(k[:, :, j])).sum(-1, keepdim=True) for j in range(i + 1)]
+        rows.append(sum(w * v[:, :, j] for j, w in enumerate(weights)) / sum(weights))
+    assert_all_close([naive_log_attention(q, k, v, form=LINEAR)], [torch.stack(rows, dim=2)])
+
+
+def test_signed_values_are_weighed_by_a_softmax():
+    q, k, v = list(inputs(31).values())[:3]
+    scores = (q.unsqueeze(3) + k.unsqueeze(2)).logsumexp(-1)  # (B, H, T, T)
+    wanted = scores.masked_fill(~torch.ones(31, 31, dtype=torch.bool).tril(), -torch.inf).softmax(-1) @ v
+    assert_all_close([naive_log_attention(q, k, v, form=SIGNED)], [wanted])
+
+
+def by(attend, **options):
+    """The operator as `compare` wants it."""
+
+    def attended(**leaves):
+        y, after = attend(**leaves, return_state=True, **options)
+        return {"y": y, "the state": after}
+
+    return attended
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("backend", "T", "S", "form"),
+    ("T", "S", "kind"),
     [
-        *(("chunked", T, T, form) for T in (1, 2, 63, 64, 65, 130) for form in ("causal", "gates")),
-        ("chunked", 4097, 4097, "causal"),
-        *(("chunked", T, S, "full") for T, S in [(1, 1), (1, 63), (130, 7), (63, 1000), (65, 65)]),
-        pytest.param("triton", 65, 65, "gates", marks=INTERPRETED),
-        pytest.param("triton", 1, 1, "gates", marks=[INTERPRETED, pytest.mark.slow]),
-        pytest.param("triton", 130, 130, "causal", marks=[INTERPRETED, pytest.mark.slow]),
+        *((T, T, kind) for T in (1, 2, 63, 65, 130) for kind in ("causal", "gates")),
+        *((T, S, "full") for T, S in [(1, 1), (130, 7), (63, 200)]),
     ],
 )
-def test_log_attention_equals_the_definition_with_state_and_all_gradients(backend, T, S, form):
-    leaves = inputs(T, S, gates=form == "gates", **({"B": 1, "H": 1} if T > 130 or backend == "triton" else {}))
-    got = results_and_gradients(log_attention, leaves, causal=form != "full", backend=backend)
-    wanted = results_and_gradients(naive_log_attention, leaves, causal=form != "full")
-    # Sums of at most 4097 terms of either sign and size about 1, each with rounding of 1.1e-16 a few operations deep.
-    assert_all_close(got, wanted, 1e-11)
+def test_chunks_equal_the_definition_with_state_and_all_gradients(form, T, S, kind, monkeypatch):
+    monkeypatch.setattr(chunked, "STEP", 64 * 3 * 5)  # many steps
+    options = {"form": FORMS[form], "causal": kind != "full"}
+    leaves = inputs(T, S, gates=kind == "gates")
+    compare(kind, by(log_attention, backend="chunked", **options), by(naive_log_attention, **options), leaves)
 
 
-@pytest.mark.parametrize(
-    ("backend", "d_k", "d_v"), [("chunked", 64, 256), ("triton", 20, 70), ("triton", 128, 128), ("triton", 64, 256)]
-)
-@pytest.mark.slow
-def test_heads_may_have_any_size(backend, d_k, d_v):
+@pytest.mark.parametrize("gates", [False, True])
+def test_a_long_text_of_several_texts_equals_the_definition(gates):
+    leaves = inputs(1030, B=3, H=1, gates=gates)
+    compare("long", by(log_attention, backend="chunked"), by(naive_log_attention), leaves)
+
+
+@pytest.mark.parametrize(("d_k", "d_v"), [(64, 256), (2, 1)])
+def test_heads_may_have_any_size(d_k, d_v):
     leaves = inputs(70, d_k=d_k, d_v=d_v, B=1, H=1)
-    got = results_and_gradients(log_attention, leaves, backend=backend)
-    assert_all_close(got, results_and_gradients(naive_log_attention, leaves), 1e-11)
+    compare("sizes", by(log_attention, backend="chunked"), by(naive_log_attention), leaves)
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "gaps": lambda x: torch.stack([x, x], -1)[..., 0],
+    "one head for all": lambda x: x[:, :1].expand_as(x),
+    "last heads first": lambda x: x.transpose(1, 3).contiguous().transpose(1, 3),
+}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("backend", "dtype"),
-    [
-        *itertools.product(BACKENDS, [torch.float16, torch.bfloat16, torch.float32]),
-        *itertools.product(["naive", "chunked"], [torch.float64]),
-        pytest.param("triton", torch.float64, marks=INTERPRETED),
-    ],
-)
-def test_results_and_gradients_have_the_types_of_inputs_and_a_state_is_at_least_float32(backend, dtype):
-    """Inputs are parts of one projection, in which heads lie side by side."""
-    projection = torch.cat([x.detach() for x in inputs(20, B=1, H=2)[:3]], -1).transpose(1, 2).to(dtype).contiguous()
-    leaves = [x.detach().requires_grad_() for x in projection.transpose(1, 2).split([5, 5, 7], dim=-1)]
-    truths = [x.detach().double().requires_grad_() for x in leaves]
-    (log_y, state), truth = log_attention(*leaves, return_state=True, backend=backend), naive_log_attention(*truths)
-    assert {x.dtype for x in state} == {torch.promote_types(dtype, torch.float32)}
-    weights = torch.randn(truth.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    gradients = torch.autograd.grad(log_y, leaves, weights), torch.autograd.grad(truth, truths, weights.double())
-    # Numbers below 8 are rounded once, or products of three rounded factors, above the rounding of float32 sums.
-    for a, b in [(log_y, truth), *zip(*gradients, strict=True)]:
-        assert a.dtype == dtype
-        atol = max(4 * torch.finfo(dtype).eps, 4e-6) * b.abs().max().clamp(min=1).item()
-        torch.testing.assert_close(a.double(), b, rtol=0, atol=atol)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_inputs_may_have_any_type_and_layout(dtype, layout):
+    leaves = {name: LAYOUTS[layout](x) for name, x in inputs(70, gates=True, dtype=dtype).items()}
+    leaves["state"] = leaves["state"].float()
+    y, after = log_attention(**leaves, return_state=True)
+    assert (y.dtype, after.dtype) == (dtype, torch.float32)
+    compare(layout, by(log_attention, backend="chunked"), by(naive_log_attention), leaves)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("gates", [False, True])
+@torch.no_grad()
+def test_token_by_token_equals_the_whole_and_states_join(form, gates):
+    x = inputs(70, gates=gates, dtype=torch.float32)
+    state, form = x.pop("state"), FORMS[form]
+    y, after = log_attention(**x, form=form, state=state, return_state=True)
+    step, ys = state, []
+    for t in range(70):
+        token = {name: value[:, :, t : t + 1] for name, value in x.items()}
+        y_t, step = log_attention(**token, form=form, state=step, return_state=True)
+        ys.append(y_t)
+    # Each token adds one rounding of 6e-8 to a state.
+    torch.testing.assert_close(torch.cat(ys, 2), y, rtol=0, atol=70 * 6e-8)
+    torch.testing.assert_close(step, after, rtol=70 * 6e-8, atol=0 if form.log else 1e-4)
+    first, second = ({name: value[:, :, part] for name, value in x.items()} for part in (slice(40), slice(40, None)))
+    _, M_1 = log_attention(**first, form=form, state=state, return_state=True)
+    _, M_2 = log_attention(**second, form=form, return_state=True)
+    decay = second["log_f"].sum(2, keepdim=True).exp() if gates else 1
+    torch.testing.assert_close(decay * M_1 + M_2, after, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("backend", "causal"), FORMS_SLOW)
+@pytest.mark.parametrize(("backend", "causal"), CAUSAL_SLOW)
 @pytest.mark.usefixtures("restored_torch")
 def test_every_element_of_a_result_is_written(backend, causal):
-    sizes = inputs(70, d_k=20, d_v=70, B=1, H=1)  # that fill no block
-    leaves = [x.detach().float().requires_grad_() for x in sizes]
-    wanted = results_and_gradients(log_attention, leaves, causal=causal, backend=backend)
+    leaves = inputs(70, d_k=20, d_v=70, B=1, H=1, dtype=torch.float32)  # that fill no block
+
+    def results():
+        x = {name: value.clone().requires_grad_() for name, value in leaves.items()}
+        outputs = log_attention(**x, causal=causal, backend=backend, return_state=True)
+        return [*outputs, *torch.autograd.grad(outputs, list(x.values()), [torch.ones_like(y) for y in outputs])]
+
+    wanted = results()
     torch.use_deterministic_algorithms(True)  # empty memory is now filled with NaN
-    got = results_and_gradients(log_attention, leaves, causal=causal, backend=backend)
-    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
-
-
-@pytest.mark.parametrize("backend", ["naive", *FAST_SLOW])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_token_changes_no_bit_of_what_came_before_it(backend, dtype):
-    x = [3 * y.detach().to(dtype) for y in inputs(70, B=1, H=1)[:3]]
-    for t, change in itertools.product((1, 33, 63, 64, 69), (-20, 0.1, 7)):
-        changed = [y.clone() for y in x]
-        for y in changed:
-            y[:, :, t:] += change
-        tiles_before = tiles()
-        before, after = (log_attention(*tensors, backend=backend)[:, :, :t] for tensors in (x, changed))
-        if tiles() == tiles_before:
-            assert torch.equal(before, after)
-        else:  # a later token drove the chunk into the fallback: the same numbers, by another way
-            torch.testing.assert_close(before, after, rtol=2e-6, atol=2e-5)
+    assert all(torch.equal(a, b) for a, b in zip(results(), wanted, strict=True))
 
 
 @pytest.mark.gpu
 def test_triton_returns_what_the_next_projection_takes_as_it_is():
-    log_y = log_attention(*(x.float() for x in inputs(3)[:3]), backend="triton")
+    x = inputs(3, dtype=torch.float32)
+    log_y = log_attention(x["q"], x["k"], x["log_v"], backend="triton")
     assert log_y.transpose(1, 2).is_contiguous()  # (B, T, H, d_v)
 
 
@@ -158,26 +210,29 @@ def allocations(run):
     return max(sizes), max(itertools.accumulate(sizes))
 
 
-def forward_and_backward(backend, H, T, d, causal):
+def forward_and_backward(backend, H, T, d, causal, form=LOG_SPACE):
     leaves = [torch.randn(1, H, T, d, requires_grad=True) for _ in range(3)]
     weights = torch.randn(1, H, T, d)
-    return lambda: torch.autograd.grad(log_attention(*leaves, causal=causal, backend=backend), leaves, weights)
+    return lambda: torch.autograd.grad(
+        log_attention(*leaves, form=form, causal=causal, backend=backend), leaves, weights
+    )
 
 
-@pytest.mark.parametrize(("backend", "causal"), FORMS_SLOW)
-def test_nothing_of_size_T_dk_dv_is_built_forward_or_backward(backend, causal):
+@pytest.mark.parametrize(("backend", "causal"), CAUSAL_SLOW)
+def test_nothing_of_size_T_T_or_T_dk_dv_is_built_forward_or_backward(backend, causal):
     d, bytes_of_a_number = 64, 4
     small, large = (allocations(forward_and_backward(backend, 1, T, d, causal))[0] for T in (256, 1024))
     assert large <= 2 * 1024 * (d + 4) * bytes_of_a_number  # O(T (d_k + d_v)), not T d_k d_v = 32 times that
     assert large <= 4.1 * small
-    naive, _ = allocations(forward_and_backward("naive", 1, 256, d, causal))
-    assert naive >= 256 * d * d * bytes_of_a_number or not causal  # the measure sees what it is meant to see
+    naive, _ = allocations(forward_and_backward("naive", 1, 1024, d, causal))
+    assert naive >= 1024 * 1024 * bytes_of_a_number  # the measure sees what it is meant to see
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("backend", FAST_SLOW)
-def test_peak_memory_is_at_most_8_times_the_inputs(backend):
+def test_peak_memory_is_at_most_8_times_the_inputs(backend, form):
     H, T, d = 2, 512, 32
-    _, peak = allocations(forward_and_backward(backend, H, T, d, causal=True))
+    _, peak = allocations(forward_and_backward(backend, H, T, d, causal=True, form=FORMS[form]))
     assert peak <= 8 * 3 * H * T * d * 4
 
 
@@ -197,10 +252,9 @@ def test_what_does_not_fit_is_refused(change, message):
 
 @pytest.mark.parametrize("T", [1, 3])  # a single token has a path of its own
 @pytest.mark.parametrize("backend", ["auto", *BACKENDS])
-@pytest.mark.parametrize(("log_s", "log_z"), [((1, 2, 3, 2), (1, 2, 1)), ((1, 1, 3, 2), (1, 1, 3))])
+@pytest.mark.parametrize("shape", [(1, 2, 3, 2), (1, 1, 3, 3)])
 @torch.no_grad()
-def test_a_state_that_does_not_fit_is_refused(T, backend, log_s, log_z):
+def test_a_state_that_does_not_fit_is_refused(T, backend, shape):
     q, k, log_v = torch.zeros(1, 2, T, 3), torch.zeros(1, 2, T, 3), torch.zeros(1, 2, T, 2)
-    state = LogAttentionState(torch.zeros(log_s), torch.zeros(log_z))
-    with pytest.raises(ValueError, match=r"^state has log_s .* they must be \(1, 2, 3, 2\) and \(1, 2, 3\)$"):
-        log_attention(q, k, log_v, state=state, backend=backend)
+    with pytest.raises(ValueError, match=r"^state has shape .* it must be \(1, 2, 3, 3\)$"):
+        log_attention(q, k, log_v, state=torch.zeros(shape), backend=backend)

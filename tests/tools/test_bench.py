@@ -32,7 +32,8 @@ def test_operators_are_timed_beside_softmax(command, tmp_path):
     assert {"cpu", "threads", "torch", "git_commit", "load"} <= set(found["machine"])
     assert (found["options"]["heads"], found["options"]["what"]) == (2, ["operators"])
     rows = {row["operator"]: row for row in found["operators"]}
-    attention = ["SDPA", "published", "log attention", "log attention, gates", *operators.PATTERNS]
+    ours = ["log attention", "log attention, gates", "linear attention"]
+    attention = ["SDPA", "published", *ours, *operators.PATTERNS]
     assert list(rows) == attention
     for row in rows.values():
         for key in ("forward", "both"):
@@ -40,12 +41,15 @@ def test_operators_are_timed_beside_softmax(command, tmp_path):
     assert "longformer 256 + 16" in result.out
 
 
-def test_the_published_form_is_skipped_where_its_latents_fill_the_memory(command, tmp_path, monkeypatch):
-    monkeypatch.setattr(operators, "LATENT_BYTES", 0)
-    result = command("scripts/bench", *TINY, f"out={tmp_path / 'bench.json'}")
-    assert "skipped at 64 tokens: published, its latents alone take 0.0 GB\n" in result.out
-    rows = figures(result, tmp_path / "bench.json")["operators"]
-    assert "published" not in [row["operator"] for row in rows]
+def test_what_would_not_fit_into_half_of_the_memory_is_skipped(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(operators, "free_memory", lambda device: 1e6)
+    result = command("scripts/bench", *TINY, "lengths=[128,512]", f"out={tmp_path / 'bench.json'}")
+    assert "skipped at 512 tokens: published, it takes about 0.0 GB\n" in result.out
+    rows = [(row["operator"], row["T"]) for row in figures(result, tmp_path / "bench.json")["operators"]]
+    assert ("window 256", 512) not in rows
+    assert ("published", 512) not in rows
+    assert ("log attention", 512) in rows
+    assert operators.bytes_of("window 256", (1, 12, 16384, 64), "cpu") > 50e9
 
 
 # ----- training

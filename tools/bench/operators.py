@@ -12,14 +12,11 @@ from torch.utils.benchmark import Timer
 
 from common.console import say
 from common.settings import JsonDict
-from model.ops.log_attention import log_attention, naive_log_attention
+from model.ops.log_attention import LINEAR, log_attention
 from model.ops.sparse_attention.attend import sparse_attention
 from model.ops.sparse_attention.patterns import fixed, longformer, strided, window
-from tools.bench.harness import in_turn
+from tools.bench.harness import free_memory, in_turn
 
-# The published formula keeps several times its T x d_k x d_v latents. It is skipped where the
-# latents take more than this.
-LATENT_BYTES = 2e9
 PATTERNS = {
     "window 256": window(256),
     "longformer 256 + 16": longformer(256, 16),
@@ -38,10 +35,12 @@ def measure(options: Any) -> list[JsonDict]:
         shape = (options.batch, options.heads, T, options.head_dim)
         leaves, weights = random_inputs(shape, options.device)
         operators = attention()
-        latents = 4 * options.head_dim * leaves[0].numel()
-        if latents > LATENT_BYTES:
-            say(f"skipped at {T} tokens: published, its latents alone take {latents / 1e9:.1f} GB")
-            del operators["published"]
+        free = free_memory(options.device)
+        for name in list(operators):
+            needed = bytes_of(name, shape, options.device)
+            if needed > free / 2:
+                say(f"skipped at {T} tokens: {name}, it takes about {needed / 1e9:.1f} GB")
+                del operators[name]
         for name, row in times_of(operators, leaves, weights, options).items():
             rows.append({"operator": name, "T": T} | row)
     return rows
@@ -51,15 +50,33 @@ def attention() -> dict[str, Operator]:
     """Return every attention by name, as a function of q, k and v, or log_v."""
     operators: dict[str, Operator] = {
         "SDPA": partial(scaled_dot_product_attention, is_causal=True),
-        "published": naive_log_attention,
+        "published": published,
         "log attention": log_attention,
         "log attention, gates": lambda q, k, log_v: log_attention(
             q, k, log_v, logsigmoid(k[..., :1] + 4)
         ),
+        "linear attention": partial(log_attention, form=LINEAR),
     }
     for name, pattern in PATTERNS.items():
         operators[name] = partial(sparse_attention, patterns=[pattern])
     return operators
+
+
+def published(q: Tensor, k: Tensor, log_v: Tensor) -> Tensor:
+    """Heinsen 2024 (arXiv 2404.05843), eqs. 4-6, with all T x d_k x d_v latent sums in memory."""
+    log_s = (k.unsqueeze(-1) + log_v.unsqueeze(-2)).logcumsumexp(2)  # (B, H, T, d_k, d_v)
+    log_z = k.logcumsumexp(2)
+    return (q.unsqueeze(-1) + log_s).logsumexp(-2) - (q + log_z).logsumexp(-1, keepdim=True)
+
+
+def bytes_of(operator: str, shape: Sequence[int], device: str) -> float:
+    """Estimate an operator's memory, if that grows faster than its inputs; otherwise 0."""
+    B, H, T, D = shape
+    if operator == "published":
+        return 12 * 4 * B * H * T * D * D  # its backward pass keeps 12 times the latents
+    if operator in PATTERNS and device == "cpu":
+        return 4 * 4 * B * H * T * T  # and masks keep 4 times the scores
+    return 0
 
 
 def random_inputs(shape: Sequence[int], device: str) -> tuple[list[Tensor], Tensor]:

@@ -1,14 +1,44 @@
-"""Log-space attention by the paper's definition: short and slow. All other implementations must
-agree with it.
+"""The definition of log attention: short, with all T x S weights in memory.
 
-For decoding, there is a step of a single token, without the scan over tokens.
+All other implementations must agree with it. A query's weights are products of positive features,
+times what gates keep of a key:
+
+    y_t = sum_j w_tj e_v[j] / sum_j w_tj
+    w_tj = <e_q[t], e_k[j]> exp(log_f[j + 1] + ... + log_f[t])
+
+With one more column of values, equal to 1, both sums are one product.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from model.ops.custom import accumulation_dtype
-from model.ops.log_attention.state import LogAttentionState, empty_state
+from model.ops.gates import forgotten
+
+# Bounds of logarithms, so that float32 and bfloat16 hold every number: docs/attention.md.
+QUERY = -60.0, 0.0  # relative to a query's largest feature
+KEY = -25.0, 45.0
+VALUE = -20.0, 25.0
+
+
+class Form(NamedTuple):
+    """What features and values are."""
+
+    exp: bool
+    """Whether the features of q are exp(q); otherwise they are elu(q) + 1. The same for k."""
+    log: bool
+    """Whether values and results are logarithms."""
+
+
+LOG_SPACE = Form(exp=True, log=True)
+"""Heinsen 2024 (arXiv 2404.05843), eqs. 4-6."""
+SIGNED = Form(exp=True, log=False)
+"""The same weights for values of either sign."""
+LINEAR = Form(exp=False, log=False)
+"""Katharopoulos et al. 2020 (arXiv 2006.16236), eqs. 7 and 8."""
 
 
 def naive_log_attention(
@@ -17,74 +47,61 @@ def naive_log_attention(
     log_v: Tensor,
     log_f: Tensor | None = None,
     *,
+    form: Form = LOG_SPACE,
     causal: bool = True,
-    state: LogAttentionState | None = None,
+    state: Tensor | None = None,
     return_state: bool = False,
-) -> Tensor | tuple[Tensor, LogAttentionState]:
-    """Heinsen 2024 (arXiv 2404.05843), eqs. 4-6, with all T x d_k x d_v latent sums in memory.
-
-    With gates the sums are computed token by token. Arguments and result are those of
-    `log_attention`.
-    """
-    dtype = log_v.dtype
-    acc = accumulation_dtype(q)
-    q = q.to(acc)
-    k = k.to(acc)
-    log_v = log_v.to(acc)
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Arguments and result are those of `log_attention`."""
+    dtype = accumulation_dtype(q)
+    e_q, e_k = _features(q.to(dtype), k.to(dtype), form)
+    e_v = _bounded(log_v.to(dtype), *VALUE).exp() if form.log else log_v.to(dtype)
+    e_v = pad(e_v, (0, 1), value=1.0)  # (B, H, S, d_v + 1)
+    weights = e_q @ e_k.mT  # (B, H, T, S)
+    start: Any = 1.0
+    end: Any = 1.0
+    decay: Any = 1.0
+    if causal:
+        weights = weights.tril()
+    if log_f is not None:
+        log_f = log_f.to(dtype)
+        kept = forgotten(log_f).squeeze(-1).exp()  # (B, H, T, T)
+        weights = weights * kept
+        start = log_f.cumsum(2).exp()  # (B, H, T, 1): of the state before these tokens
+        end = kept[:, :, -1:].mT  # (B, H, T, 1): of a key after these tokens
+        decay = start[:, :, -1:]
     if state is None:
         state = empty_state(q, log_v)
-
-    kv = k.unsqueeze(-1) + log_v.unsqueeze(-2)
-    kv = torch.cat([state.log_s.unsqueeze(2), kv], dim=2)  # (B, H, 1 + S, d_k, d_v)
-    k = torch.cat([state.log_z.unsqueeze(2), k], dim=2)  # (B, H, 1 + S, d_k)
-    if log_f is not None:
-        log_s = _forgetting_sums(kv, log_f.to(acc).unsqueeze(-1))
-        log_z = _forgetting_sums(k, log_f.to(acc))
-    elif causal:  # one sum for each query
-        log_s = kv.logcumsumexp(dim=2)[:, :, 1:]  # (B, H, T, d_k, d_v)
-        log_z = k.logcumsumexp(dim=2)[:, :, 1:]  # (B, H, T, d_k)
-    else:  # one sum for all queries
-        log_s = kv.logsumexp(dim=2, keepdim=True)
-        log_z = k.logsumexp(dim=2, keepdim=True)
-
-    log_sum = (q.unsqueeze(-1) + log_s).logsumexp(dim=-2)
-    log_norm = (q + log_z).logsumexp(dim=-1, keepdim=True)
-    log_y = (log_sum - log_norm).to(dtype)  # (B, H, T, d_v)
-    if not return_state:
-        return log_y
-    return log_y, LogAttentionState(log_s[:, :, -1], log_z[:, :, -1])
+    sums = weights @ e_v + (start * e_q) @ state  # (B, H, T, d_v + 1)
+    y = sums[..., :-1] / sums[..., -1:]
+    y = (y.log() if form.log else y).to(log_v.dtype)
+    return (y, decay * state + (end * e_k).mT @ e_v) if return_state else y
 
 
-def _forgetting_sums(terms: Tensor, log_f: Tensor) -> Tensor:
-    """Logarithms of s_t = exp(log_f_t) s_(t - 1) + term_t, (B, H, T, ...), from s_0 and T terms (B,
-    H, 1 + T, ...)."""
-    sums = [terms[:, :, 0]]
-    for term, log_f_t in zip(terms[:, :, 1:].unbind(2), log_f.unbind(2), strict=True):
-        sums.append(torch.stack([sums[-1] + log_f_t, term]).logsumexp(0))
-    return torch.stack(sums[1:], 2)
+def empty_state(q: Tensor, v: Tensor) -> Tensor:
+    """Return the state before the first token, for queries (B, H, T, d_k) and values (B, H, S,
+    d_v): zeros (B, H, d_k, d_v + 1)."""
+    B, H, _, d_k = q.shape
+    return q.new_zeros(B, H, d_k, v.shape[-1] + 1, dtype=accumulation_dtype(q))
 
 
-def log_attention_step(
-    q: Tensor,
-    k: Tensor,
-    log_v: Tensor,
-    log_f: Tensor | None = None,
-    *,
-    state: LogAttentionState,
-    return_state: bool = False,
-) -> Tensor | tuple[Tensor, LogAttentionState]:
-    """`log_attention` of a single token, causal and without gradients."""
-    acc = accumulation_dtype(q)
-    q = q.mT.to(acc)  # (B, H, d_k, 1)
-    k = k.mT.to(acc)  # (B, H, d_k, 1)
-    log_s, log_z = state
-    if log_f is not None:
-        log_f = log_f.to(acc)  # (B, H, 1, 1)
-        log_s = log_s + log_f
-        log_z = log_z + log_f.squeeze(2)
-    log_s = torch.logaddexp(log_s, k + log_v.to(acc))
-    log_z = torch.logaddexp(log_z, k.squeeze(-1))
-    log_sum = (q + log_s).logsumexp(-2, keepdim=True)
-    log_norm = (q + log_z.unsqueeze(-1)).logsumexp(-2, keepdim=True)
-    log_y = (log_sum - log_norm).to(log_v.dtype)  # (B, H, 1, d_v)
-    return (log_y, LogAttentionState(log_s, log_z)) if return_state else log_y
+def _features(q: Tensor, k: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    if form.exp:
+        q = q - q.detach().amax(-1, keepdim=True)
+        return _bounded(q, *QUERY).exp(), _bounded_or_masked(k).exp()
+    return _elu_plus_1(q), _elu_plus_1(k)
+
+
+def _elu_plus_1(x: Tensor) -> Tensor:
+    return x.relu() + _bounded_or_masked(x.where(x <= 0, 0)).exp()
+
+
+def _bounded_or_masked(x: Tensor) -> Tensor:
+    """Bound logarithms of features, and keep -inf, which masks."""
+    return torch.where(x == -torch.inf, x, _bounded(x, *KEY))
+
+
+def _bounded(x: Tensor, lowest: float, highest: float) -> Tensor:
+    """Clamp x; the derivative ignores the bounds. It is 0 at infinity."""
+    x = x.nan_to_num(nan=torch.nan)
+    return x.clamp(lowest, highest).detach() + (x - x.detach())

@@ -1,0 +1,63 @@
+"""How many queries, keys and values of log-space attention are beyond the operator's bounds."""
+
+from collections import Counter
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from data.loader import EvalBatches
+from model.attention.log_space import LogSpaceAttention
+from model.gpt import GPT
+from model.ops.custom import accumulation_dtype
+from model.ops.log_attention.naive import KEY, QUERY, VALUE
+from runtime.device import Runtime
+
+_TOKENS = 4096
+"""Tokens that are read at once, if windows are not longer."""
+
+
+@torch.no_grad()
+def shares_beyond_bounds(
+    gpt: GPT, windows: EvalBatches, runtime: Runtime
+) -> dict[str, float] | None:
+    """Return the share of the elements of q, k and log_v that count as the bounds instead, over all
+    layers with log-space attention, in the first windows.
+
+    Without such layers it is None. Without logarithms of values, there is no share of log_v.
+    """
+    rows = windows.rows(0, max(1, _TOKENS // windows.seq_len))
+    token_ids = torch.from_numpy(rows[0][:, :_TOKENS]).to(gpt.device)
+    n_beyond = Counter[str]()
+    n_elements = Counter[str]()
+
+    def count(attention: LogSpaceAttention, qkv: nn.Module, inputs: object, output: Tensor) -> None:
+        for name, is_beyond in _beyond_bounds(attention, output).items():
+            n_beyond[name] += int(is_beyond.sum())
+            n_elements[name] += is_beyond.numel()
+
+    with ExitStack() as hooks, runtime.autocast():
+        for module in gpt.modules():
+            if isinstance(module, LogSpaceAttention):
+                hooks.enter_context(module.qkv.register_forward_hook(partial(count, module)))
+        gpt.features(token_ids)
+    return {name: n_beyond[name] / n for name, n in n_elements.items()} or None
+
+
+def _beyond_bounds(attention: LogSpaceAttention, features: Tensor) -> dict[str, Tensor]:
+    """Say which elements of q, k and log_v are beyond the bounds. Keys of -inf are masks."""
+    features = features.to(accumulation_dtype(features))
+    q, k, v = attention.project(features, None)  # log-space attention is never rotated
+    is_masked = k == -torch.inf
+    beyond = {
+        "q": q - q.amax(-1, keepdim=True) < QUERY[0],
+        "k": _outside(k, KEY) & ~is_masked,
+    }
+    if attention.form.log:
+        beyond["log_v"] = _outside(v, VALUE)
+    return beyond
+
+
+def _outside(x: Tensor, bounds: tuple[float, float]) -> Tensor:
+    return (x < bounds[0]) | (x > bounds[1])
