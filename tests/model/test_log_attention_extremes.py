@@ -104,7 +104,7 @@ CASES = {
     "masked features, gates, resets": [q, masked(k, 0.3), v, gates(resets=(100, 101, 150))],
     "resets everywhere": [q, k, v, gates(resets=range(200))],
     "gates of 0": [q, k, v, torch.zeros(1, 2, 200, 1)],
-    "infinite values": [q, k, masked(v, 0.3)],
+    "infinite numbers": [q, k.masked_fill(k > 2, torch.inf), masked(v, 0.3)],
     "huge numbers": [1e30 * q, 1e30 * k, 1e30 * v],
 }
 
@@ -114,8 +114,8 @@ CASES = {
 @pytest.mark.parametrize("scale", [1e-6, 1e4])
 def test_hostile_inputs_give_the_definitions_numbers(case, backend, scale):
     inputs = CASES[case]
-    if case == "infinite values":  # they count as the bound; the definition has no derivative there
-        inputs = [x.clamp(min=-1e30) for x in inputs]
+    if case == "infinite numbers":  # they count as the bound; the definition has no derivative there
+        inputs = [x.clamp(-1e30, 1e30) for x in inputs]
         assert torch.equal(log_attention(*inputs, backend=backend), log_attention(*CASES[case], backend=backend))
     assert_right(inputs, backend, scale)
 
@@ -173,12 +173,3 @@ def test_nan_reaches_every_query_that_sees_it_and_no_earlier_chunk(backend, whic
     assert y[0, 1, seen, columns].isnan().all()
     assert y[:, :, :64].isfinite().all()
     assert y[0, 0].isfinite().all()
-
-
-@pytest.mark.parametrize("backend", ["naive", *FAST_SLOW])
-def test_an_infinite_key_counts_as_the_bound(backend):
-    q, k, log_v = normal(70)
-    k[0, 0, 50, 3] = torch.inf
-    y = log_attention(q, k, log_v, backend=backend)
-    k[0, 0, 50, 3] = KEY[1]
-    assert torch.equal(y, log_attention(q, k, log_v, backend=backend))
