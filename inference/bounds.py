@@ -15,7 +15,7 @@ from model.ops.log_attention.naive import KEY, QUERY, VALUE
 from runtime.device import Runtime
 
 _TOKENS = 4096
-"""Tokens that are read at once, if windows are not longer."""
+"""Most tokens that are read, of all windows and of one."""
 
 
 @torch.no_grad()

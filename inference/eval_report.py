@@ -36,8 +36,9 @@ def show_evaluation(result: JsonDict, checkpoint: str) -> None:
             beyond.append(f"{100 * share:.3g} % of {name}")
     if beyond:
         warn(
-            f"{' and '.join(beyond)} are beyond the bounds of log-space attention, and count as "
-            "the bounds: the learning rate was probably too high, train with a lower optim.max_lr"
+            f"{' and '.join(beyond)} are beyond the bounds of log-space attention, and are "
+            "clamped to them: the learning rate was probably too high, so train with a lower "
+            "optim.max_lr"
         )
 
 

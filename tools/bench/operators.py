@@ -39,7 +39,7 @@ def measure(options: Any) -> list[JsonDict]:
         for name in list(operators):
             needed = bytes_of(name, shape, options.device)
             if needed > free / 2:
-                say(f"skipped at {T} tokens: {name}, it takes about {needed / 1e9:.1f} GB")
+                say(f"skipped at {T} tokens: {name}, it takes about {needed / 1e9:.2g} GB")
                 del operators[name]
         for name, row in times_of(operators, leaves, weights, options).items():
             rows.append({"operator": name, "T": T} | row)

@@ -74,7 +74,8 @@ def log_attention(
     Args:
         q: (B, H, T, d_k).
         k: (B, H, S, d_k). -inf masks a key's feature.
-        log_v: (B, H, S, d_v), logarithms of the values; the values themselves in other forms.
+        log_v: (B, H, S, d_v), logarithms of the values, of which -inf counts as -20; the values
+            themselves in other forms.
         log_f: (B, H, T, 1), gates: logarithms of the share that a head keeps of the tokens before
             t, at most 0. -inf is a reset. None keeps everything.
         form: LOG_SPACE; SIGNED, for values of either sign, which returns y; or LINEAR, the same
@@ -89,7 +90,8 @@ def log_attention(
     Returns:
         log_y (B, H, T, d_v) in the type of log_v, or (log_y, state). Sums are kept in float32, or
         float64 for float64. On GPUs, products have the precision of q and k. A query that sees no
-        key has NaN, and no gradient.
+        key has NaN. It has no gradient, nor has a query whose weights add up to less than 1e-24,
+        because it sees only masked and forgotten keys.
 
     Raises:
         ValueError: shapes do not match, a gate is above 0 (checked on CPUs), or the backend does

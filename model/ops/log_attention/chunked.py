@@ -36,7 +36,7 @@ NAMES = "log_attention", "backend='naive'"  # the operator, and the form that ha
 # chunks at once.
 STEP = 2**17
 RESET = -1000.0  # exp(RESET) is exactly 0, and sums of RESET are finite
-EMPTY = 1e-24  # below the norm of any query that sees a key
+EMPTY = 1e-24  # a query with a smaller norm sees only masked or forgotten keys: no gradient
 
 
 def chunked_log_attention(
@@ -166,7 +166,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.form = Form(exp, log)
     ctx.save_for_backward(*tensors, output[2])
     ctx.mark_non_differentiable(output[2])
-    ctx.set_materialize_grads(False)  # of what is saved, too
+    ctx.set_materialize_grads(False)  # or torch would make zeros for `before`
 
 
 def _backward(
@@ -246,7 +246,9 @@ class _Step(NamedTuple):
 
 def _step(chunks: _Inputs, M: Tensor, form: Form) -> _Step:
     """Compute chunks of q, k, v and log_f (n, B, H, C, D), given the state before the first.
-    Overwrites the chunks."""
+
+    e_q, e_k and e_v take the memory of the chunks.
+    """
     q, k, v, log_f = chunks
     gates = _gates(log_f)
     e_q, e_k = _features(q, k, form)
@@ -317,11 +319,16 @@ def _elu_plus_1(x: Tensor) -> Tensor:
 
 def _exp_or_zero(x: Tensor) -> Tensor:
     """exp of bounded keys, in place; 0 for -inf."""
-    # Comparing each takes eight times as long as the minimum. On a GPU, asking would wait.
-    if x.device.type == "cpu" and bool(x.amin() > -torch.inf):
+    # A minimum is 8 x as fast as a mask. On a GPU, reading it would synchronize.
+    if not _synchronizes(x) and bool(x.amin() > -torch.inf):
         return x.clamp_(*KEY).exp_()
     is_masked = x == -torch.inf
     return x.clamp_(*KEY).exp_().masked_fill_(is_masked, 0)
+
+
+def _synchronizes(x: Tensor) -> bool:
+    """Whether reading a number of x would wait for a GPU, or break a graph that is compiled."""
+    return x.device.type != "cpu" or torch.compiler.is_compiling()
 
 
 def _values(v: Tensor, form: Form) -> Tensor:
@@ -343,7 +350,7 @@ def _grad_of_sums(g_y: Tensor, sums: Tensor, form: Form) -> Tensor:
     torch.div(g_y, values if form.log else norm, out=g[..., :-1])
     g_norm = g_y if form.log else g[..., :-1] * values
     torch.sum(g_norm, -1, keepdim=True, out=g[..., -1:]).div_(norm).neg_()
-    if g.device.type == "cpu" and bool(norm.amin() >= EMPTY):
+    if not _synchronizes(g) and bool(norm.amin() >= EMPTY):
         return g
     return g.masked_fill_(norm < EMPTY, 0)
 

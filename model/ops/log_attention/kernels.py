@@ -10,10 +10,8 @@
 chunked.py has the formulas. The last column of the state belongs to norms. Here it is a vector z
 beside M: as a column it would double products, because their dimensions are powers of two.
 
-Rules for these numbers, which almost fill the range of float32: gates multiply an operand and not
-the product that overflows without them. Everything that belongs together uses the same rounded
-operands, so that errors cancel where gradients do: norms sum rounded scores, and the gradient of a
-norm is that of rounded gradients of sums.
+- Gates scale an operand of a product, not the product: without them it may overflow.
+- Each operand is rounded once and used everywhere, so that errors cancel where gradients do.
 """
 
 import math
@@ -99,7 +97,8 @@ class SumGrads(NamedTuple):
     norms: Any
     """(B H, N, C): gradients of norms."""
     queries: Any
-    """(B H, N, C): <g_e, e_q>. It is 0 but for errors that cancel those of key_grads."""
+    """(B H, N, C): <g_e, e_q>. In theory 0, since y does not depend on e_q's scale; its errors
+    cancel those of key_grads."""
 
 
 class Chunk(NamedTuple):

@@ -28,7 +28,7 @@ class Form(NamedTuple):
     """What features and values are."""
 
     exp: bool
-    """Whether the features of q are exp(q); otherwise they are elu(q) + 1. The same for k."""
+    """Whether features are exp(x); otherwise they are elu(x) + 1."""
     log: bool
     """Whether values and results are logarithms."""
 
@@ -52,7 +52,7 @@ def naive_log_attention(
     state: Tensor | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Arguments and result are those of `log_attention`."""
+    """Arguments and result are those of `log_attention`, outside of autocast."""
     dtype = accumulation_dtype(q)
     e_q, e_k = _features(q.to(dtype), k.to(dtype), form)
     e_v = _bounded(log_v.to(dtype), *VALUE).exp() if form.log else log_v.to(dtype)
@@ -70,8 +70,7 @@ def naive_log_attention(
         start = log_f.cumsum(2).exp()  # (B, H, T, 1): of the state before these tokens
         end = kept[:, :, -1:].mT  # (B, H, T, 1): of a key after these tokens
         decay = start[:, :, -1:]
-    if state is None:
-        state = empty_state(q, log_v)
+    state = empty_state(q, log_v) if state is None else state.to(dtype)
     sums = weights @ e_v + (start * e_q) @ state  # (B, H, T, d_v + 1)
     y = sums[..., :-1] / sums[..., -1:]
     y = (y.log() if form.log else y).to(log_v.dtype)

@@ -142,7 +142,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.form = Form(exp, log)
     ctx.save_for_backward(*tensors, *output[2:])
     ctx.mark_non_differentiable(*output[2:])
-    ctx.set_materialize_grads(False)  # not those of what is saved
+    ctx.set_materialize_grads(False)  # or torch would make zeros for what is saved
 
 
 def _backward(

@@ -15,7 +15,7 @@ _ROOT = Path(__file__).resolve().parents[3]
 _HERE = "tools.convert.hugging_face."
 _STAND_INS = {"common.console": f"{_HERE}console"}
 _OURS = re.compile(r"^( *)from ((?:common|model|tools)(?:\.\w+)*) import (\w*)", re.MULTILINE)
-_TRITON = re.compile(r"^(import triton.*)$", re.MULTILINE)
+_TRITON = re.compile(r"^((?:import|from) triton.*)$", re.MULTILINE)
 
 
 def modeling_files(mechanisms: Iterable[type]) -> dict[str, str]:
