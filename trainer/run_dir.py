@@ -18,7 +18,7 @@ from runtime.distributed import World
 
 _RECORDS = ("config.json", "metrics.jsonl", "loss.png", "samples.txt")
 """What a run writes beside its checkpoints."""
-_ROUNDING = ("device", "dtype", "torch")
+_ROUNDING = ("device", "dtype", "processes", "torch")
 """Entries of the environment that rounding depends on."""
 
 
