@@ -95,7 +95,9 @@ class Runtime:
         return f"{device_name(self.device)} in {str(self.dtype).removeprefix('torch.')}{how}"
 
     def shared_by(self, processes: int) -> str:
-        """Like str(), for several processes."""
+        """Like str(), for so many processes."""
+        if processes == 1:
+            return str(self)
         if self.device.type != "cpu":
             return f"{processes:,} processes, each on {self}"
         n_threads = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Several processes that train as one. The only file that imports torch.distributed."""
+"""Several processes that train as one."""
 
 import contextlib
 import gc
@@ -311,7 +311,7 @@ def _form_group(
 
 
 def is_launched_here() -> bool:
-    """Whether runtime/launch.py started this process. Its parent then speaks of signals and losses."""
+    """Whether runtime/launch.py started this process: its parent speaks of signals and losses."""
     return os.environ.get("TORCHELASTIC_RUN_ID") == LAUNCHED_HERE
 
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -118,7 +118,9 @@ def launch(n: int, run: Callable[[S], T], settings: S) -> T:
         if n > 1:
             say("processes cannot meet here (there is no loopback interface): one does the work")
         return run(settings)
-    logging.getLogger("torch.distributed.elastic").addHandler(logging.NullHandler())
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):  # we say what matters
+        logging.getLogger(name).propagate = False
+        logging.getLogger(name).addHandler(logging.NullHandler())
     # torch's launcher asks for the host's name, for logs. Without a name server it waits minutes.
     socket.getfqdn = lambda name="": name
     # A fork has imported everything already. CUDA and macOS's libraries do not survive one.
@@ -160,11 +162,10 @@ def _meeting_place() -> tuple[str | None, int]:
     return next(iter(names), None), address[1]
 
 
-def _work(
-    loopback: str, run: Callable[[S], T], settings: S
-) -> tuple[int | str | None, T | None]:
+def _work(loopback: str, run: Callable[[S], T], settings: S) -> tuple[int | str | None, T | None]:
     """In each process: call run(settings); return the exit status that it asks for, or None, and
     its result."""
+    parent = os.getppid()
     # Signals are this process's own, no longer those of the parent that it is a fork of.
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -185,9 +186,11 @@ def _work(
         raise UserError(line) from error
     finally:
         sys.stdout.flush()
+        if os.getppid() != parent:  # it is dead, and torch's launcher would wait for it
+            os._exit(AGAIN)
 
 
-def _raise_cause(error: ChildFailedError) -> None:
+def _raise_cause(error: ChildFailedError) -> NoReturn:
     """Raise what ended a process, or say it and raise SystemExit."""
     rank, failure = error.get_first_failure()
     recorded = failure.error_file_data["message"]

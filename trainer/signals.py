@@ -70,22 +70,24 @@ class StopSignals:
         while byte := os.read(self._reader, 1):
             if byte[0] not in self._stopping:
                 continue
+            number = signal.Signals(byte[0])
             if self.received is None:
-                self.received = signal.Signals(byte[0])
+                self.received = number
                 first = time.monotonic()
                 if not self._follows:
-                    warn(f"{self.received.name}: saving and stopping; a second signal stops at once")
-                self._forward(byte[0])
+                    warn(f"{number.name}: saving and stopping; a second signal stops at once")
+                self._forward(number)
             elif not self._follows and time.monotonic() - first >= self._echo_seconds:
                 self._forward(signal.SIGKILL)
                 leave_at_once(
-                    128 + byte[0],
-                    f"{signal.Signals(byte[0]).name}, the second signal: stopped at once; "
+                    128 + number,
+                    f"{number.name}, the second signal: stopped at once; "
                     "the same command resumes from the last save",
                 )
 
-    def _forward(self, number: int) -> None:
+    def _forward(self, number: signal.Signals) -> None:
         """Send a signal to the processes that this one leads."""
-        for process in multiprocessing.active_children() if self._leads else ():
+        processes = multiprocessing.active_children() if self._leads else []
+        for pid in [process.pid for process in processes if process.pid is not None]:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process.ident, number)
+                os.kill(pid, number)
