@@ -74,20 +74,6 @@ def own_run(run_dir: Path) -> Iterator[None]:
                 lock.unlink()
 
 
-def keep_threads(run_dir: Path) -> None:
-    """Let torch use as many CPU threads as before in a run that is resumed: rounding depends on it.
-
-    OMP_NUM_THREADS comes first, and no more threads are used than there are cores.
-    """
-    try:
-        threads = read_json(run_dir / "config.json")["environment"]["threads"]
-    except (UserError, KeyError, TypeError):  # it is new, or write_config warns
-        return
-    n_cores = os.cpu_count() or 1
-    if "OMP_NUM_THREADS" not in os.environ and threads in range(1, n_cores + 1):
-        torch.set_num_threads(threads)
-
-
 def write_config(
     path: Path, config: JsonDict, world: World, derived: JsonDict, resumed: bool
 ) -> None:
