@@ -23,6 +23,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from common.console import console, guard_output, print_error, say
 from common.exits import AGAIN
 from common.settings import Settings, UserError, line_for
+from model.gpt import GPT, GPTConfig
+from runtime.device import ProcessesConfig
 from runtime.distributed import LAUNCHED_HERE
 
 _HOST = "127.0.0.1"
@@ -30,35 +32,45 @@ _SECONDS_TO_MEET = 2.0
 _TOKENS_EACH = 256
 """A process has at least so many tokens of a step: with fewer, the exchange of gradients takes a
 large part of its time (docs/research.md)."""
+_BYTES_OF_PARAMETER = 16
+"""Weight, gradient, and two numbers of the optimizer, in float32."""
+_BYTES_OF_FEATURE = 160
+"""What a layer keeps for the backward pass, for each feature of a token."""
 
 S = TypeVar("S", bound=Settings)
 T = TypeVar("T")
 
 
-class _InProcessError(Exception):
-    """The traceback of an error in another process."""
+def given_processes(config: ProcessesConfig) -> int | None:
+    """The number of processes, if it need not be chosen; None: choose it.
+
+    None are started in processes of a launcher (WORLD_SIZE is set) or of a sweep.
+    """
+    if "WORLD_SIZE" in os.environ or multiprocessing.parent_process() is not None:
+        return 1
+    if config.processes != "auto":
+        return config.processes
+    return 1 if config.device != "cpu" and torch.cuda.is_available() else None
 
 
-def may_launch() -> bool:
-    """Whether this process may start others: no launcher and no sweep's worker has started it."""
-    return "WORLD_SIZE" not in os.environ and multiprocessing.parent_process() is None
-
-
-def choose_processes(
-    cores: int, sequences: int, tokens: int, bytes_each: int, free_bytes: int
-) -> int:
-    """The number of processes, each of one thread, that share a step on a CPU; 1: use threads.
+def choose_processes(model: GPTConfig, sequences: int, tokens: int, kept: int) -> int:
+    """The number of processes, each of one thread, that share a step on this CPU; 1: use threads.
 
     Args:
-        sequences: of a step.
-        tokens: of a step.
-        bytes_each: memory that a process needs for weights, gradients and optimizer, or for
-            activations, whichever is more; all together have half of `free_bytes` for each.
+        sequences: of a step; `tokens` too.
+        kept: tokens whose activations a process keeps, times the layers that it keeps them for.
     """
-    most = min(cores, sequences, tokens // _TOKENS_EACH)
-    fits = bytes_each * most <= free_bytes // 2
+    with torch.device("meta"):
+        n_params = GPT(model).n_params()
+    bytes_each = max(_BYTES_OF_PARAMETER * n_params, _BYTES_OF_FEATURE * model.n_embd * kept)
+    return _choose(usable_cores(), sequences, tokens, bytes_each, free_memory())
+
+
+def _choose(cores: int, sequences: int, tokens: int, bytes_each: int, free_bytes: int) -> int:
+    n = min(cores, sequences, tokens // _TOKENS_EACH)
+    fits = n * bytes_each <= free_bytes // 2  # the weights; the activations have the other half
     # With few processes on many cores, threads use the other cores.
-    return most if fits and 4 * most >= cores else 1
+    return n if fits and 4 * n >= cores else 1
 
 
 def usable_cores(root: Path = Path("/")) -> int:
@@ -66,10 +78,8 @@ def usable_cores(root: Path = Path("/")) -> int:
     n = torch.get_num_threads()
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         n = min(n, len(os.sched_getaffinity(0)))
-    for cgroup in _cgroups(root):
-        quota = _words(cgroup / "cpu.max")
-        quota = quota or _words(cgroup / "cpu.cfs_quota_us") + _words(cgroup / "cpu.cfs_period_us")
-        if len(quota) == 2 and quota[0] not in ("max", "-1"):
+    for quota in _limits(root, "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"):
+        if quota[0] not in ("max", "-1"):
             n = min(n, int(quota[0]) // int(quota[1]))
     return max(1, n)
 
@@ -77,31 +87,29 @@ def usable_cores(root: Path = Path("/")) -> int:
 def free_memory(root: Path = Path("/")) -> int:
     """Bytes that are available, by the system and by the limits of cgroups."""
     words = _words(root / "proc/meminfo")
-    if "MemAvailable:" in words:
+    if words:
         free = int(words[words.index("MemAvailable:") + 1]) * 1024
     else:  # macOS
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for cgroup in _cgroups(root):
-        for limit in _words(cgroup / "memory.max") + _words(cgroup / "memory.limit_in_bytes"):
-            if limit != "max":
-                free = min(free, int(limit))
-    return free
+    limits = _limits(root, "memory.max", "memory.limit_in_bytes")
+    return min([free, *(int(limit) for limit, *_ in limits if limit != "max")])
 
 
-def _cgroups(root: Path) -> Iterator[Path]:
-    """The folders of this process's cgroups, of versions 1 and 2, and of those above them."""
-    for word in _words(root / "proc/self/cgroup"):
-        _, controllers, path = word.split(":", 2)
+def _limits(root: Path, *files: str) -> Iterator[list[str]]:
+    """The words of these files, which are of cgroups of version 2 or 1, for each cgroup above this
+    process that has some."""
+    for line in _words(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
         for folder in (Path(path), *Path(path).parents):
-            yield root / "sys/fs/cgroup" / controllers / str(folder).lstrip("/")
+            cgroup = root / "sys/fs/cgroup" / controllers / str(folder).lstrip("/")
+            words = [word for file in files for word in _words(cgroup / file)]
+            if words:
+                yield words
 
 
 def _words(file: Path) -> list[str]:
     """The words of a file of the system; []: there is none."""
-    try:
-        return file.read_text(errors="replace").split()
-    except OSError:
-        return []
+    return file.read_text().split() if file.is_file() else []
 
 
 def launch(n: int, run: Callable[[S], T], settings: S) -> T:
@@ -113,11 +121,10 @@ def launch(n: int, run: Callable[[S], T], settings: S) -> T:
         UserError: what a process raised.
         SystemExit: a process was lost, or all have stopped with this status.
     """
-    loopback, port = _meeting_place() if n > 1 else (None, 0)
-    if loopback is None:
-        if n > 1:
-            say("processes cannot meet here (there is no loopback interface): one does the work")
+    place = _meeting_place() if n > 1 else None
+    if place is None:
         return run(settings)
+    loopback, port = place
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):  # we say what matters
         logging.getLogger(name).propagate = False
         logging.getLogger(name).addHandler(logging.NullHandler())
@@ -150,16 +157,16 @@ def launch(n: int, run: Callable[[S], T], settings: S) -> T:
     return result
 
 
-def _meeting_place() -> tuple[str | None, int]:
+def _meeting_place() -> tuple[str, int] | None:
     """The loopback interface, and a free port on it; None: processes cannot connect there."""
+    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     try:
         with socket.create_server((_HOST, 0)) as server:
-            address = server.getsockname()
-            socket.create_connection(address, _SECONDS_TO_MEET).close()
-    except OSError:
-        return None, 0
-    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-    return next(iter(names), None), address[1]
+            socket.create_connection(server.getsockname(), _SECONDS_TO_MEET).close()
+            return names[0], server.getsockname()[1]
+    except (OSError, IndexError):
+        say("processes cannot meet here (there is no loopback interface): one does the work")
+        return None
 
 
 def _work(loopback: str, run: Callable[[S], T], settings: S) -> tuple[int | str | None, T | None]:
@@ -191,15 +198,15 @@ def _work(loopback: str, run: Callable[[S], T], settings: S) -> tuple[int | str 
 
 
 def _raise_cause(error: ChildFailedError) -> NoReturn:
-    """Raise what ended a process, or say it and raise SystemExit."""
+    """Raise the UserError that ended a process, or say what did and raise SystemExit."""
     rank, failure = error.get_first_failure()
     recorded = failure.error_file_data["message"]
     if isinstance(recorded, dict):
-        cause = _InProcessError(f"process {rank}\n{recorded['extraInfo']['py_callstack']}")
         kind, _, line = recorded["message"].partition(": ")
         if kind == "UserError":
-            raise UserError(line) from cause
-        raise RuntimeError(f"process {rank} failed: {kind}: {line}") from cause
+            raise UserError(line)
+        sys.stderr.write(recorded["extraInfo"]["py_callstack"])
+        raise SystemExit(1)
     why = f"process {rank} was ended by {failure.signal_name()}"
     if failure.exitcode == -signal.SIGKILL:
         why += " (for lack of memory? Then use fewer runtime.processes)"
