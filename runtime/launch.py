@@ -46,7 +46,8 @@ def given_processes(config: ProcessesConfig) -> int | None:
 
     None are started in processes of a launcher (WORLD_SIZE is set) or of a sweep.
     """
-    if "WORLD_SIZE" in os.environ or multiprocessing.parent_process() is not None:
+    is_worker = multiprocessing.current_process().name != "MainProcess"
+    if "WORLD_SIZE" in os.environ or is_worker:
         return 1
     if config.processes != "auto":
         return config.processes
