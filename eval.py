@@ -3,4 +3,4 @@
 from cli import command
 
 if __name__ == "__main__":
-    command("eval", "inference.evaluate:run_evaluation", "inference.evaluate:EvaluateConfig")
+    command("eval", "inference.launch:launch_evaluation", "inference.evaluate:EvaluateConfig")

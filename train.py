@@ -6,7 +6,7 @@ if __name__ == "__main__":
     message = "interrupted; the same command continues from the last checkpoint"
     command(
         "train",
-        "trainer.loop:fit",
+        "trainer.launch:launch_training",
         "trainer.config:TrainConfig",
         text_keys=("eval.prompt",),
         when_interrupted=message,

@@ -19,6 +19,7 @@ from inference.bounds import shares_beyond_bounds
 from inference.eval_report import draw_evaluation, show_evaluation
 from inference.load import Loaded, ModelConfig, load, open_dataset
 from model.gpt import GPT
+from runtime.device import ProcessesConfig
 from runtime.distributed import World, join_world
 from runtime.losses import Loss, LossSums, total, window_losses
 
@@ -32,6 +33,7 @@ _CONTEXT_CHUNK = 512
 class EvaluateConfig(ModelConfig, defaults="eval"):
     """The settings of eval.py."""
 
+    runtime: ProcessesConfig
     dataset_dir: Path | None
     """Dataset to evaluate on; null: the one the model was trained on."""
     split: Literal["train", "val"]

@@ -1,6 +1,7 @@
 """A checkpoint's model, its tokenizer, and the device that it runs on."""
 
 import json
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,8 +14,12 @@ from data.shards import Manifest, read_manifest
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
 from runtime.checkpoint import Checkpoint, load_model, open_model
-from runtime.device import DeviceConfig, Runtime, open_runtime
+from runtime.device import DeviceConfig, ProcessesConfig, Runtime, open_runtime
 from runtime.proof import prove_logits
+
+_PARAMETERS_FOR_THREADS = 20_000_000
+"""A smaller model generates text with one thread: threads would wait for each other too often
+(docs/research.md)."""
 
 
 class ModelConfig(Settings):
@@ -40,7 +45,8 @@ class Loaded(NamedTuple):
             autocast: whether forward passes run in `runtime.autocast()`, which needs float32
                 weights for bfloat16 products; otherwise the weights get the runtime's dtype.
         """
-        say_once(f"running on {self.runtime}")
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        say_once(f"running on {self.runtime.shared_by(processes)}")
         dtype = self.runtime.param_dtype if autocast else self.runtime.dtype
         gpt = self.gpt.to(device, dtype).eval()
         if self.runtime.proof:
@@ -104,4 +110,10 @@ def load(config: ModelConfig) -> Loaded:
     """
     runtime = open_runtime(config.runtime)
     checkpoint = open_model(config.checkpoint)
-    return Loaded(checkpoint, *load_model(checkpoint), runtime)
+    gpt, tokenizer = load_model(checkpoint)
+    # By size alone, so that the bits do not depend on other work on this machine.
+    is_small = runtime.device.type == "cpu" and gpt.n_params() < _PARAMETERS_FOR_THREADS
+    shares = isinstance(config.runtime, ProcessesConfig)  # its work among processes instead
+    if is_small and not shares and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    return Loaded(checkpoint, gpt, tokenizer, runtime)

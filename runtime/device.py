@@ -40,7 +40,16 @@ class DeviceConfig(Settings, defaults="device"):
     is right. The outcome is kept for this GPU, model, torch and Triton."""
 
 
-class RuntimeConfig(DeviceConfig, defaults="runtime/auto"):
+class ProcessesConfig(DeviceConfig, defaults="processes"):
+    """Device, dtype, and how many processes of this machine share the work."""
+
+    processes: Literal["auto"] | Annotated[int, Field(ge=1)]
+    """auto: on a CPU, one process of one thread for each core, where that is faster than threads
+    (docs/training.md). 1: one process with threads. N: so many, on GPUs one each. Processes of
+    torchrun or another launcher start none."""
+
+
+class RuntimeConfig(ProcessesConfig, defaults="runtime/auto"):
     """Device, dtype, and how a step runs."""
 
     compile: Literal["auto"] | bool
@@ -84,6 +93,17 @@ class Runtime:
     def __str__(self) -> str:
         how = "" if torch.are_deterministic_algorithms_enabled() else "; runs differ in rounding"
         return f"{device_name(self.device)} in {str(self.dtype).removeprefix('torch.')}{how}"
+
+    def shared_by(self, processes: int) -> str:
+        """Like str(), for so many processes."""
+        if processes == 1:
+            return str(self)
+        if self.device.type != "cpu":
+            return f"{processes:,} processes, each on {self}"
+        n_threads = torch.get_num_threads()
+        each = "one thread" if n_threads == 1 else f"{n_threads} threads"
+        shared = f"the CPU: {processes:,} processes of {each},"
+        return str(self).replace(device_name(self.device), shared)
 
     @property
     def param_dtype(self) -> torch.dtype:

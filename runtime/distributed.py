@@ -1,4 +1,4 @@
-"""Several processes that train as one. The only file that imports torch.distributed."""
+"""Several processes that train as one."""
 
 import contextlib
 import gc
@@ -6,6 +6,7 @@ import json
 import os
 import re
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -46,6 +47,11 @@ _LOST_BY_NCCL = (
     "timeout",
     "Timeout",
 )
+
+LAUNCHED_HERE = "this-machine"
+"""TORCHELASTIC_RUN_ID of processes that runtime/launch.py started."""
+_SECONDS_FOR_PARENT = 2.0
+"""How long a process that lost another one leaves it to their parent to see which, and why."""
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 """torch's own."""
@@ -304,8 +310,17 @@ def _form_group(
     )
 
 
+def is_launched_here() -> bool:
+    """Whether runtime/launch.py started this process: its parent speaks of signals and losses."""
+    return os.environ.get("TORCHELASTIC_RUN_ID") == LAUNCHED_HERE
+
+
 def _end_after_loss(error: BaseException, store: dist.Store | None, rank: int) -> NoReturn:
     """Say why another process is lost, and raise SystemExit."""
+    if is_launched_here():
+        time.sleep(_SECONDS_FOR_PARENT)
+        exits.at_once = True
+        exits.leave(AGAIN)
     if store is not None and _ask(partial(store.check, ["failed"])):
         failed = int(store.get("failed"))
         print_error(f"process {rank} stops: process {failed} ended with an error, see its message")

@@ -107,6 +107,7 @@ def window_losses(
     Iterate to the end: the model is in evaluation mode until then.
     """
     gpt.eval()
+    micro_batch = min(micro_batch, ceil_div(len(windows), world.size))
     together = world.size * micro_batch
     chunk = min(chunk or windows.seq_len, windows.seq_len)
     title = f"evaluating windows of {windows.seq_len:,}: tokens"

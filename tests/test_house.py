@@ -121,7 +121,7 @@ def test_what_reads_data_does_not_prepare_it():
     ("modules", "allowed"),
     [
         (["hydra", "omegaconf"], [f"cli/{name}.py" for name in ("command", "compose", "options", "sweep")]),
-        (["torch.distributed", "torch.nn.parallel"], ["runtime/distributed.py"]),
+        (["torch.distributed", "torch.nn.parallel"], ["runtime/distributed.py", "runtime/launch.py"]),
         (["wandb"], ["trainer/trackers.py"]),
         (["tensorboard", "torch.utils.tensorboard"], ["trainer/trackers.py"]),
         (["pickle", "_pickle", "pickletools", "marshal", "shelve", "dill", "joblib", "cloudpickle", "dbm"], []),

@@ -130,9 +130,7 @@ def _schedule(run: Run) -> str:
 
 
 def _device(run: Run) -> str:
-    device = str(run.runtime)
-    if run.world.size > 1:
-        device = f"{run.world.size:,} processes, each on {device}"
+    device = run.runtime.shared_by(run.world.size)
     if is_compiled(run.summed_loss):
         device += ", compiled"
     if run.config.runtime.strategy == "fsdp":

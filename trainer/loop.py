@@ -23,7 +23,7 @@ from trainer.bad_steps import skip
 from trainer.config import TrainConfig
 from trainer.init_from import open_source
 from trainer.records import Records
-from trainer.run_dir import check_folder, keep_threads, own_run
+from trainer.run_dir import check_folder, own_run
 from trainer.samples import sample
 from trainer.signals import StopSignals
 from trainer.start import Run, open_data, open_run
@@ -53,8 +53,6 @@ def fit(config: TrainConfig) -> float | None:
     config.tracker.import_packages()
     check_folder(config.run_dir)
     runtime = open_runtime(config.runtime)
-    if runtime.device.type == "cpu":
-        keep_threads(config.run_dir)
     with (
         StopSignals() as signals,
         join_world(runtime.device, timedelta(minutes=config.runtime.timeout_minutes)) as world,

@@ -18,7 +18,7 @@ from runtime.distributed import World
 
 _RECORDS = ("config.json", "metrics.jsonl", "loss.png", "samples.txt")
 """What a run writes beside its checkpoints."""
-_ROUNDING = ("device", "dtype", "torch")
+_ROUNDING = ("device", "dtype", "processes", "torch")
 """Entries of the environment that rounding depends on."""
 
 
@@ -72,20 +72,6 @@ def own_run(run_dir: Path) -> Iterator[None]:
         finally:
             if [*run_dir.iterdir()] == [lock]:
                 lock.unlink()
-
-
-def keep_threads(run_dir: Path) -> None:
-    """Let torch use as many CPU threads as before in a run that is resumed: rounding depends on it.
-
-    OMP_NUM_THREADS comes first, and no more threads are used than there are cores.
-    """
-    try:
-        threads = read_json(run_dir / "config.json")["environment"]["threads"]
-    except (UserError, KeyError, TypeError):  # it is new, or write_config warns
-        return
-    n_cores = os.cpu_count() or 1
-    if "OMP_NUM_THREADS" not in os.environ and threads in range(1, n_cores + 1):
-        torch.set_num_threads(threads)
 
 
 def write_config(

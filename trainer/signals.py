@@ -1,5 +1,7 @@
 """Stop signals: after the first one the run saves and ends, and a second one ends it at once."""
 
+import contextlib
+import multiprocessing
 import os
 import signal
 import threading
@@ -7,6 +9,7 @@ import time
 
 from common.console import warn
 from common.exits import leave_at_once
+from runtime.distributed import is_launched_here
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Of schedulers, people and lost terminals. SIGUSR1 can tell a time limit from a cancellation."""
@@ -17,12 +20,18 @@ class StopSignals:
 
     A second one ends the process at once, with status 128 + its number. A thread does that, so that
     it works even while the main thread waits for other processes or a disk.
+
+    The parent of the processes that train leads: it speaks, forwards the first signal to them, and
+    ends them at the second. They do neither.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, leads: bool = False) -> None:
+        """`leads`: this process starts those that train."""
         self.received: signal.Signals | None = None
         """The first signal received."""
-        by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        self._leads = leads
+        self._follows = is_launched_here()
+        by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and not self._follows
         # One event may send several signals: torchrun forwards what its whole process group has
         # already received, and the system and the shell both tell that a terminal is gone.
         self._echo_seconds = 1.0 if by_torchrun else 0.3
@@ -40,9 +49,14 @@ class StopSignals:
         self._wakeup = signal.set_wakeup_fd(self._writer)
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._thread.start()
+        # In processes that start meanwhile, signals wait until these can handle them.
+        how = signal.SIG_BLOCK if self._leads else signal.SIG_UNBLOCK
+        self._mask = signal.pthread_sigmask(how, self._stopping)
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self._leads:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -56,13 +70,24 @@ class StopSignals:
         while byte := os.read(self._reader, 1):
             if byte[0] not in self._stopping:
                 continue
+            number = signal.Signals(byte[0])
             if self.received is None:
-                self.received = signal.Signals(byte[0])
+                self.received = number
                 first = time.monotonic()
-                warn(f"{self.received.name}: saving and stopping; a second signal stops at once")
-            elif time.monotonic() - first >= self._echo_seconds:
+                if not self._follows:
+                    warn(f"{number.name}: saving and stopping; a second signal stops at once")
+                self._forward(number)
+            elif not self._follows and time.monotonic() - first >= self._echo_seconds:
+                self._forward(signal.SIGKILL)
                 leave_at_once(
-                    128 + byte[0],
-                    f"{signal.Signals(byte[0]).name}, the second signal: stopped at once; "
+                    128 + number,
+                    f"{number.name}, the second signal: stopped at once; "
                     "the same command resumes from the last save",
                 )
+
+    def _forward(self, number: signal.Signals) -> None:
+        """Send a signal to the processes that this one leads."""
+        processes = multiprocessing.active_children() if self._leads else []
+        for pid in [process.pid for process in processes if process.pid is not None]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)

@@ -121,7 +121,7 @@ def test_a_sweep_trains_every_job_in_a_directory_of_its_own(command, tiny_args, 
 
 @pytest.mark.slow
 def test_a_job_is_named_by_what_the_jobs_differ_in(command, dataset_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.loop.fit", lambda config: config.run_dir.mkdir(parents=True))
+    monkeypatch.setattr("trainer.launch.fit", lambda config: config.run_dir.mkdir(parents=True))
     monkeypatch.setattr("tools.report.show_runs", lambda folder: None)
     args = [f"run_dir={tmp_path / 'sweep'}", "experiment=quickstart", f"dataset_dir={dataset_dir}", "seed=3"]
     assert command("train", "-m", *args, "model/attention=softmax,log_space").status == 0

@@ -59,7 +59,7 @@ def test_the_folder_of_a_job_is_one_item_of_a_list(tmp_path):
 
 
 def test_a_sweep_of_one_job_says_so_and_has_no_folder_for_it(command, dataset_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.loop.fit", lambda config: found.append(config.run_dir))
+    monkeypatch.setattr("trainer.launch.fit", lambda config: found.append(config.run_dir))
     found = []
     result = command("train", "-m", f"dataset_dir={dataset_dir}", f"run_dir={tmp_path / 'run'}", "seed=3")
     assert "-m with one value for every key runs one job: write seed=1,2 for several" in result.out
@@ -93,7 +93,7 @@ def test_a_run_goes_on_by_its_folder_alone(command, tiny_args, tmp_path):
 
 def test_what_is_given_counts_and_names_of_groups_are_files_of_ours(command, tiny_args, tmp_path, monkeypatch):
     run, found = tmp_path / "run", []
-    monkeypatch.setattr("trainer.loop.fit", found.append)
+    monkeypatch.setattr("trainer.launch.fit", found.append)
     options = [arg for arg in tiny_args if "run_dir" not in arg]
     settings = compose("train", [*options, "schedule=cosine", f"run_dir={run}"])
     settings["tracker"] = {"wandb": {"every": 3}}
@@ -120,7 +120,7 @@ def resumed(command, tmp_path, monkeypatch):
 
     def configuration(settings, *options):
         found = []
-        monkeypatch.setattr("trainer.loop.fit", found.append)
+        monkeypatch.setattr("trainer.launch.fit", found.append)
         (tmp_path / "old").mkdir(exist_ok=True)
         (tmp_path / "old" / "config.json").write_text(json.dumps({"config": settings}))
         assert command("train", f"run_dir={tmp_path / 'old'}", *options).err == ""

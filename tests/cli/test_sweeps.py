@@ -132,7 +132,7 @@ def test_the_jobs_of_a_sweep_of_joblibs_are_saved(start, command, tiny_args, tmp
     os.killpg(process.pid, signal.SIGINT)
     process.communicate()  # until the workers have closed their ends, too
     resumed = []
-    monkeypatch.setattr("trainer.loop.fit", lambda config: resumed.append(newest(config.run_dir)) or 1.0)
+    monkeypatch.setattr("trainer.launch.fit", lambda config: resumed.append(newest(config.run_dir)) or 1.0)
     assert command("train", "-m", *tiny_args, *options, *OPTUNA).status == 0
     assert len(resumed) == 2
     assert None not in resumed
@@ -294,7 +294,7 @@ def test_what_a_strangers_file_sets_for_hydra_has_no_effect(
     command, tiny_args, tmp_path, monkeypatch, settings, options
 ):
     monkeypatch.setattr("tools.report.show_runs", lambda folder: None)
-    monkeypatch.setattr("trainer.loop.fit", lambda config: trained.append(config.run_dir) or 1.0)
+    monkeypatch.setattr("trainer.launch.fit", lambda config: trained.append(config.run_dir) or 1.0)
     trained = []
     if "override" in settings:
         pytest.importorskip("hydra_plugins.hydra_joblib_launcher")

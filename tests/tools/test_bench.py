@@ -42,7 +42,7 @@ def test_operators_are_timed_beside_softmax(command, tmp_path):
 
 
 def test_what_would_not_fit_into_half_of_the_memory_is_skipped(command, tmp_path, monkeypatch):
-    monkeypatch.setattr(operators, "free_memory", lambda device: 1e6)
+    monkeypatch.setattr(operators, "free_memory", lambda: 1e6)
     result = command("scripts/bench", *TINY, "lengths=[128,512]", f"out={tmp_path / 'bench.json'}")
     assert "skipped at 512 tokens: published, it takes about 0.0031 GB\n" in result.out
     rows = [(row["operator"], row["T"]) for row in figures(result, tmp_path / "bench.json")["operators"]]

@@ -110,6 +110,16 @@ def started(size, *arguments, **more_environment):
             process.end()
 
 
+@contextlib.contextmanager
+def alone(*arguments):
+    """Starts a process `python <arguments>` that no launcher starts; it does not outlive the context."""
+    process = Process(arguments, environment())
+    try:
+        yield process
+    finally:
+        process.end()
+
+
 def finish(*processes, seconds=240):
     """Waits for processes; returns their exit statuses and output."""
     return [Result(*process.wait(seconds)) for process in processes]

@@ -4,7 +4,6 @@ import re
 import shutil
 
 import pytest
-import torch
 from faults import metrics
 
 from common.settings import UserError
@@ -53,25 +52,6 @@ def test_a_run_reads_each_sequence_of_an_epoch_once_and_ends_the_same_whatever_i
     assert sorted(read[:n_windows]) == list(range(n_windows))
     assert len(set(read[n_windows:])) == 12 * 16 - n_windows
     assert_same_run(tmp_path / "whole", tmp_path / "run")
-
-
-def test_a_run_keeps_its_number_of_threads_unless_the_environment_gives_one(tiny, capsys, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("os.cpu_count", lambda: 3)
-    torch.set_num_threads(3)
-    fit(tiny({"stop_at": 1}))
-    torch.set_num_threads(1)
-    fit(tiny({"stop_at": 2}))
-    assert torch.get_num_threads() == 3
-    assert capsys.readouterr().out.count("the CPU with 3 threads") == 2
-    torch.set_num_threads(1)
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    fit(tiny({"stop_at": 3}))
-    assert 'changed: device="the CPU with 1 thread" (was' in capsys.readouterr().out, "there are too few cores"
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    torch.set_num_threads(2)
-    fit(tiny({"stop_at": 4}))
-    assert torch.get_num_threads() == 2
 
 
 def test_a_finished_run_says_so_and_changes_nothing(tiny, tmp_path, capsys):

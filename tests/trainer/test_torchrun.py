@@ -45,7 +45,9 @@ def test_two_processes_take_the_steps_of_one(command, args, tmp_path):
     assert command("train", *args, f"run_dir={tmp_path / 'one'}").status == 0
     out = in_two_processes("train.py", *args)
     assert_same_steps(tmp_path / "one", tmp_path / "run", tolerance=1e-5)
-    assert out.count("2 processes, each on the CPU") == out.count("step 10 of 10 saved") == 1  # one process speaks
+    assert (
+        out.count("the CPU: 2 processes of one thread") == out.count("step 10 of 10 saved") == 1
+    )  # one process speaks
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == sorted(p.name for p in (tmp_path / "one").iterdir())
 
     evaluation = [f"checkpoint={tmp_path / 'run'}", "runtime.device=cpu", "runtime.dtype=float64", "micro_batch=3"]

@@ -70,14 +70,6 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def free_memory(device: str) -> float:
-    """Return the bytes that are free on a CPU or a GPU; macOS does not say, so all of them."""
-    if device == "cuda":
-        return float(torch.cuda.mem_get_info()[0])
-    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-    return float(os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE"))
-
-
 def machine() -> JsonDict:
     """Return the machine and the versions that figures depend on."""
     return {

@@ -15,7 +15,8 @@ from common.settings import JsonDict
 from model.ops.log_attention import LINEAR, log_attention
 from model.ops.sparse_attention.attend import sparse_attention
 from model.ops.sparse_attention.patterns import fixed, longformer, strided, window
-from tools.bench.harness import free_memory, in_turn
+from runtime.launch import free_memory
+from tools.bench.harness import in_turn
 
 PATTERNS = {
     "window 256": window(256),
@@ -35,7 +36,7 @@ def measure(options: Any) -> list[JsonDict]:
         shape = (options.batch, options.heads, T, options.head_dim)
         leaves, weights = random_inputs(shape, options.device)
         operators = attention()
-        free = free_memory(options.device)
+        free = torch.cuda.mem_get_info()[0] if options.device == "cuda" else free_memory()
         for name in list(operators):
             needed = bytes_of(name, shape, options.device)
             if needed > free / 2:

@@ -148,7 +148,7 @@ def test_training_begins_by_the_command_that_is_printed(command, corpus, tmp_pat
     inspect, train = (re.search(rf"\n  python {script}\.py (.*)", result.out)[1] for script in SCRIPTS)
     assert command(SCRIPTS[0], *shlex.split(inspect)).status == 0
     trained = []
-    monkeypatch.setattr("trainer.loop.fit", lambda config: trained.append(config) or 0.0)
+    monkeypatch.setattr("trainer.launch.fit", lambda config: trained.append(config) or 0.0)
     monkeypatch.chdir(tmp_path)
     assert command("train", *shlex.split(train)).status == 0
     assert trained[0].dataset_dir == tmp_path / "out"

@@ -1,0 +1,42 @@
+"""train.py on this machine: in one process a core, or in this one."""
+
+from common.files import read_json
+from common.settings import UserError
+from runtime.launch import choose_processes, given_processes, launch, usable_cores
+from trainer.config import TrainConfig
+from trainer.loop import fit
+from trainer.signals import StopSignals
+from trainer.start import open_data
+
+
+def launch_training(config: TrainConfig) -> float | None:
+    """Like `fit`, in as many processes as runtime.processes asks for."""
+    n = n_processes(config)
+    if n == 1:
+        return fit(config)
+    config.tracker.import_packages()
+    with StopSignals(leads=True):
+        return launch(n, fit, config)
+
+
+def n_processes(config: TrainConfig) -> int:
+    """The number of processes that train; 1: this one alone, with threads."""
+    given = given_processes(config.runtime)
+    if given is not None:
+        return given
+    micro_batch = config.runtime.micro_batch
+    shards = config.runtime.context_parallel > 1 or config.runtime.strategy == "fsdp"
+    if shards or micro_batch == "auto":
+        return 1  # or an error will say what they need
+    cores = usable_cores()
+    try:  # a resumed run keeps its number: rounding depends on it
+        before = read_json(config.run_dir / "config.json")["environment"]["processes"]
+    except (UserError, KeyError, TypeError):
+        before = None
+    if before in range(1, cores + 1):
+        return int(before)
+    if config.epochs is not None:
+        config, *_ = open_data(config)
+    at_once = min(micro_batch, config.share_of(cores)) * config.seq_len
+    kept = at_once * config.model.n_layer
+    return choose_processes(config.model, config.batch_size, config.tokens(1), kept)
