@@ -114,14 +114,13 @@ class Chunk(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """What gates keep: Gates in chunked.py. `within` follows from a_t = high + low, in powers of
-    two."""
+    """What gates keep: _Gates in chunked.py, with a_t = high + low in powers of two."""
 
     high: Any
     low: Any
     start: Any
     start_power: Any
-    """The least power of two that is at least start, so that scaling by it rounds nothing."""
+    """start rounded up to a power of two: scaling by it is exact."""
     start_rest: Any
     """start / start_power."""
     end: Any
@@ -514,7 +513,7 @@ def key_grads(x, before, g_of, D, g_x, H, T, BLOCKS: tl.constexpr, P: tl.constex
     e_k = operand(e_k, P) if P.GATED else k_end
     A = weigh_by_key(product(e_k, tl.trans(e_q), P), gates, P).to(P.OPERAND)
     z_D = load_z(D, chunk, P)
-    # Of the state after the chunk, <M, D>: first the part that gates keep of the state before.
+    # After the chunk, <M, D> = kept + added: what gates keep of the state before, and keys.
     kept = load_z(before, chunk, P) * gates.decay * z_D
     g_A = zeros(P.C, P.C)
     g_e = scaled(zeros(P.C, P.BK) + z_D[None, :], gates.end, P)
