@@ -1,7 +1,7 @@
 """eval.py on this machine: in one process a core, or in this one."""
 
 from inference.evaluate import EvaluateConfig, run_evaluation
-from runtime.checkpoint import open_checkpoint
+from runtime.checkpoint import open_model
 from runtime.launch import choose_processes, given_processes, launch
 
 _PLENTY = 10**9
@@ -10,14 +10,12 @@ _PLENTY = 10**9
 
 def launch_evaluation(config: EvaluateConfig) -> None:
     """Like `run_evaluation`, in as many processes as runtime.processes asks for."""
-    launch(n_processes(config), run_evaluation, config)
-
-
-def n_processes(config: EvaluateConfig) -> int:
-    """The number of processes that evaluate; 1: this one alone, with threads."""
-    given = given_processes(config.runtime)
-    if given is not None:
-        return given
-    state = open_checkpoint(config.checkpoint, files=(), key="checkpoint").state
-    at_once = config.micro_batch * min(config.seq_len or state.seq_len, 4096)
-    return choose_processes(state.model, _PLENTY, _PLENTY, at_once)
+    n = given_processes(config.runtime)
+    if n is None:
+        checkpoint = open_model(config.checkpoint)
+        # All processes open this one, and none warns of damaged ones again.
+        config = config.model_copy(update={"checkpoint": checkpoint.path})
+        state = checkpoint.state
+        at_once = config.micro_batch * min(config.seq_len or state.seq_len, 4096)
+        n = choose_processes(state.model, _PLENTY, _PLENTY, at_once)
+    launch(n, run_evaluation, config)

@@ -1,6 +1,7 @@
 """The choice between kernels and plain torch, and the compilation of kernels for GPUs that are not here."""
 
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -169,6 +170,15 @@ KERNELS = {
     "log_recurrence": ["recurrence_forward", "recurrence_backward"],
     "log_attention": ["states", "scan", "outputs", "query_grads", "key_grads"],
 }
+
+
+def test_prompts_of_many_lengths_need_few_variants_of_a_kernel(run_process):
+    """Each variant is compiled while texts wait."""
+    pytest.importorskip("triton.backends.nvidia")
+    [result] = run_process([Path(__file__).with_name("kernel_variants.py")], timeout=600)
+    variants = json.loads(result.out)
+    assert list(variants) == ["states", "scan", "outputs", "recurrence_forward"]
+    assert max(variants.values()) <= 2
 
 
 def of_log_attention(dtype, d, d_v, gates, **given):

@@ -113,6 +113,17 @@ def test_a_run_in_two_processes_is_one_run(command, args, tmp_path):
     assert "changed: processes=1 (was 2)\n" in result.out
 
 
+def test_all_processes_of_eval_read_the_same_whole_checkpoint(command, args, tmp_path):
+    assert command("train", *args, "runtime.processes=1", "checkpoint.every=2").status == 0
+    newest = max((tmp_path / "run" / "checkpoints").glob("step-*"))
+    with open(newest / "model.safetensors", "r+b") as file:
+        file.truncate(100)
+    with ranks.alone("eval.py", f"checkpoint={tmp_path / 'run'}", "runtime.device=cpu", "contexts=[]") as process:
+        end = ended(process)
+    assert end.status == 0
+    assert end.err.count("warning") == 1, "the damaged one is named once"
+
+
 @pytest.mark.slow
 def test_resuming_does_not_change_a_bit(args, tmp_path):
     ranks.run(2, "train.py", *args, f"run_dir={tmp_path / 'whole'}")

@@ -98,7 +98,7 @@ def _last_row(x, C: tl.constexpr):
     return tl.sum(tl.where((tl.arange(0, C) == C - 1)[:, None], x, 0.0), 0).to(tl.float64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def recurrence_forward(
     log_p,
     h,
@@ -130,7 +130,7 @@ def recurrence_forward(
         carried = _logaddexp(_last_row(local, C), tl.sum(p.to(tl.float64), 0) + carried)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def recurrence_backward(
     g_s,
     log_p,
