@@ -27,6 +27,7 @@ _KEPT = (
 class HarnessConfig(ModelConfig, defaults="lm_eval"):
     """The settings of scripts/lm_eval.py."""
 
+    parameters_for_threads = 20_000_000  # its steps have many tokens
     tasks: str
     """Names of the harness's tasks, groups or tags, separated by commas; * is a wildcard."""
     include_path: Path | None

@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -17,14 +17,13 @@ from runtime.checkpoint import Checkpoint, load_model, open_model
 from runtime.device import DeviceConfig, ProcessesConfig, Runtime, open_runtime
 from runtime.proof import prove_logits
 
-_PARAMETERS_FOR_THREADS = 20_000_000
-"""A smaller model generates text with one thread: threads would wait for each other too often
-(docs/research.md)."""
-
 
 class ModelConfig(Settings):
     """Which model to load, and where it runs."""
 
+    parameters_for_threads: ClassVar[int] = 200_000_000
+    """A smaller model runs in one thread on a CPU. A second one does not speed up a step of one
+    token, and waits for the first where other work runs (docs/research.md)."""
     checkpoint: Path
     """A run directory (its newest checkpoint), or a checkpoint."""
     runtime: DeviceConfig
@@ -112,7 +111,7 @@ def load(config: ModelConfig) -> Loaded:
     checkpoint = open_model(config.checkpoint)
     gpt, tokenizer = load_model(checkpoint)
     # By size alone, so that the bits do not depend on other work on this machine.
-    is_small = runtime.device.type == "cpu" and gpt.n_params() < _PARAMETERS_FOR_THREADS
+    is_small = runtime.device.type == "cpu" and gpt.n_params() < config.parameters_for_threads
     shares = isinstance(config.runtime, ProcessesConfig)  # its work among processes instead
     if is_small and not shares and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)

@@ -18,6 +18,7 @@ from common.settings import UserError, decode
 from data.tokenizer import RankTokenizer
 from inference.engine import CHUNK, Engine, stream
 from inference.generation import Generation, Request, TextStream
+from inference.load import load
 from inference.sample import Conversation, SampleConfig, run_sampling, take_turns
 from inference.sampling import SamplingConfig
 from model.gpt import GPT
@@ -53,6 +54,19 @@ def stream_of(ids, stop=(), tokenizer=BYTES):
     """The pieces of text that come with each token, and the last."""
     stream = TextStream(tokenizer, stop)
     return [*map(stream.push, ids), stream.end()]
+
+
+@pytest.mark.parametrize(
+    ("largest", "environment", "n_threads"), [(10**9, {}, 1), (1, {}, 3), (10**9, {"OMP_NUM_THREADS": "3"}, 3)]
+)
+def test_a_small_model_generates_in_one_thread(run_dir, monkeypatch, largest, environment, n_threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(SampleConfig, "parameters_for_threads", largest)
+    torch.set_num_threads(3)
+    load(decode(SampleConfig, {"checkpoint": str(run_dir), "runtime": {"device": "cpu"}}))
+    assert torch.get_num_threads() == n_threads
 
 
 def test_a_character_comes_when_it_is_whole():
