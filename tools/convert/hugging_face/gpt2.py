@@ -49,7 +49,7 @@ def is_gpt2(config: GPTConfig) -> bool:
     block = config.block
     if block.name != "mlp" or block.activation != "gelu" or block.conv:
         return False
-    no_options = {"decay": "none", "gate": "none"}
+    no_options = {"decay": "none", "qk_norm": False, "gate": "none"}
     for layer in config.layers:
         if not isinstance(layer, SoftmaxConfig) or layer.n_kv_head not in (None, config.n_head):
             return False
@@ -57,9 +57,9 @@ def is_gpt2(config: GPTConfig) -> bool:
             return False
     if config.n_head * config.head_features != config.n_embd:
         return False
-    if config.position.name != "learned" or not config.tied:
+    if config.position.name != "learned" or config.norm != "layer":
         return False
-    return not config.ngrams
+    return config.bias and config.tied and config.logit_cap is None and not config.ngrams
 
 
 class _GPT2Config(Settings):
