@@ -415,7 +415,7 @@ class GPT(nn.Module):
             if not config.bias:
                 for module in self.modules():
                     if isinstance(module, nn.Linear | nn.LayerNorm):
-                        module.bias = None
+                        module.register_parameter("bias", None)
         if device.type != "meta":
             self.to_empty(device=device)
             self.init_weights()
