@@ -101,7 +101,8 @@ def read_gpt2_config(raw: Any) -> GPTConfig:
 
 
 def gpt2_config(config: GPTConfig) -> dict[str, Any]:
-    """Return the config.json of a GPT2LMHeadModel. The architecture must satisfy `is_gpt2`."""
+    """Return the config.json of a GPT2LMHeadModel of this size. Its block is mlp, and positions are
+    learned."""
     assert config.block.name == "mlp"
     assert config.position.name == "learned"
     raw = {
