@@ -19,10 +19,18 @@ from common.numbers import ceil_div
 from common.settings import Settings, variant_names
 from model.attention import ATTENTION, AttentionConfig
 from model.attention.base import Attention, AttentionSettings
-from model.layers import Embedding, FusedLinear, Linear, Recompute, gated_linear, recomputing
+from model.layers import (
+    Embedding,
+    FusedLinear,
+    Linear,
+    Recompute,
+    RMSNorm,
+    gated_linear,
+    recomputing,
+)
 from model.ngrams import NGramMemory
 from model.ops.causal_conv import causal_conv, init_conv, no_inputs
-from model.ops.linear_cross_entropy import summed_loss, token_losses
+from model.ops.linear_cross_entropy import capped, summed_loss, token_losses
 from model.ops.ngrams import NGramState
 from model.position import NO_POSITIONS, PositionConfig, Positions
 from model.state import cat_states, select_rows
@@ -33,9 +41,14 @@ def _swiglu(x: Tensor) -> Tensor:
     return silu(a) * b
 
 
+def _relu2(x: Tensor) -> Tensor:
+    return x.relu().square()
+
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": partial(gelu, approximate="tanh"),
     "swiglu": _swiglu,
+    "relu2": _relu2,
 }
 
 
@@ -52,8 +65,9 @@ class MLPConfig(Settings, defaults="model/block/mlp"):
     expansion: int = Field(ge=1, le=2**24)
     """Hidden features of the MLP, as a multiple of n_embd. swiglu has two thirds as many, and so
     the same number of parameters."""
-    activation: Literal["gelu", "swiglu"]
-    """gelu: GPT-2's, by tanh; swiglu: silu(a) b for two halves of the features (Shazeer 2020)."""
+    activation: Literal["gelu", "swiglu", "relu2"]
+    """gelu: GPT-2's, by tanh; swiglu: silu(a) b for two halves of the features (Shazeer 2020);
+    relu2: relu(x)^2 (So et al. 2021)."""
     conv: Literal[0, 4]
     """Width of causal convolutions over each feature that attention and MLP read; 0: none.
 
@@ -87,12 +101,12 @@ class Block(nn.Module):
 
 
 class GLUBlock(Block):
-    """x + Linear(GLU(Linear(attention(LayerNorm(x))))): the published residual layer, with torch's
+    """x + Linear(GLU(Linear(attention(norm(x))))): the published residual layer, with torch's
     initial values."""
 
     def __init__(self, config: "GPTConfig", attention: Attention) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(config.n_embd)
+        self.norm = config.new_norm()
         self.attention = attention
         self.gate = FusedLinear(attention.n_out, [config.n_embd] * 2)
         self.proj = Linear(config.n_embd, config.n_embd, bias=False)
@@ -125,10 +139,10 @@ class MLPBlock(Block):
         if settings.activation == "swiglu":
             n_hidden = ceil_div(n_hidden, 12) * 8
             n_matrices = 2
-        self.norm_attention = nn.LayerNorm(n_embd)
+        self.norm_attention = config.new_norm()
         self.attention = attention
         self.proj = Linear(attention.n_out, n_embd)
-        self.norm_mlp = nn.LayerNorm(n_embd)
+        self.norm_mlp = config.new_norm()
         self.up = FusedLinear(n_embd, [n_hidden] * n_matrices)
         self.down = Linear(n_hidden, n_embd)
         self.activation = _ACTIVATIONS[settings.activation]
@@ -217,8 +231,14 @@ class GPTConfig(Settings):
     """Lengths of strings in ascending order: every token sees what followed the last n tokens the
     last time they occurred in the text, for the longest n that did. The state has one size. []:
     none."""
+    norm: Literal["layer", "rms"] = "layer"
+    """Norms of blocks and before the output layer: LayerNorm, or RMSNorm without weights."""
+    bias: bool = True
+    """Whether linear layers and layer norms have biases."""
     tied: bool = True
     """Whether the output layer shares the embedding's weights."""
+    logit_cap: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Logits x become cap tanh(x / cap); null: no cap."""
 
     @model_validator(mode="before")
     @classmethod
@@ -321,6 +341,10 @@ class GPTConfig(Settings):
         """Rows of the embedding, with padding."""
         return ceil_div(self.n_vocab, self.pad_vocab) * self.pad_vocab
 
+    def new_norm(self) -> nn.Module:
+        """Create a norm of n_embd features."""
+        return nn.LayerNorm(self.n_embd) if self.norm == "layer" else RMSNorm()
+
     @property
     def head_features(self) -> int:
         """head_dim, or its default."""
@@ -385,9 +409,13 @@ class GPT(nn.Module):
             for layer in config.layers:
                 attention = layer.build(config.n_embd, config.n_head, config.head_features)
                 self.blocks.append(_BLOCKS[config.block.name](config, attention))
-            self.norm = nn.LayerNorm(config.n_embd)
+            self.norm = config.new_norm()
             if not config.tied:
                 self.output = Linear(config.n_embd, config.n_vocab_padded, bias=False)
+            if not config.bias:
+                for module in self.modules():
+                    if isinstance(module, nn.Linear | nn.LayerNorm):
+                        module.register_parameter("bias", None)
         if device.type != "meta":
             self.to_empty(device=device)
             self.init_weights()
@@ -444,7 +472,7 @@ class GPT(nn.Module):
         """Output layer: (..., n_embd) -> (..., n_vocab). Padding rows have no logits here, but
         losses include them."""
         logits = x @ self.embed.weight.T if self.config.tied else self.output(x)
-        return logits[..., : self.config.n_vocab]
+        return capped(logits[..., : self.config.n_vocab], self.config.logit_cap)
 
     def features(
         self,
@@ -545,7 +573,8 @@ class GPT(nn.Module):
         With `return_state` also the state: as `forward`.
         """
         x, state = self.features(token_ids, state, return_state)
-        losses = token_losses(x.flatten(0, 1), self.output_weight, targets.flatten())
+        cap = self.config.logit_cap
+        losses = token_losses(x.flatten(0, 1), self.output_weight, targets.flatten(), cap)
         losses = losses.view_as(targets)
         return (losses, state) if return_state else losses
 
@@ -565,7 +594,8 @@ class GPT(nn.Module):
         x, state = self.features(token_ids, state, return_state, call_layer)
         if targets is None:
             return None, state
-        loss = summed_loss(x.flatten(0, 1), self.output_weight, targets.flatten())
+        cap = self.config.logit_cap
+        loss = summed_loss(x.flatten(0, 1), self.output_weight, targets.flatten(), cap)
         return (loss, state) if return_state else loss
 
     def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import glu, linear
+from torch.nn.functional import glu, linear, rms_norm
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from model.ops.custom import as_autocast
@@ -56,6 +56,14 @@ class FusedLinear(Linear):
         """The inverse of `split`."""
         groups = [matrix.unflatten(-2, (self.n_group, -1)) for matrix in matrices]
         return torch.cat(groups, dim=-2).flatten(-3, -2)
+
+
+class RMSNorm(nn.Module):
+    """Divides features by their root mean square (Zhang and Sennrich 2019): no weights, and the
+    input's type also under autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, x.shape[-1:], eps=1e-6).to(x.dtype)
 
 
 class Embedding(nn.Embedding):

@@ -109,7 +109,9 @@ def n_params(name):
         return GPT(model_of(name)).n_params()
 
 
-@pytest.mark.parametrize("name", [*KNOWN, *(f"{kind}_{size}" for kind in ("flagship", "softmax") for size in LADDER)])
+@pytest.mark.parametrize(
+    "name", [*KNOWN, *(f"{kind}_{size}" for kind in ("flagship", "softmax", "modern") for size in LADDER)]
+)
 @pytest.mark.slow
 def test_the_shipped_models_have_the_parameters_they_claim(name):
     parameters = n_params(name)
@@ -127,6 +129,20 @@ def test_the_ladder_is_one_design_beside_its_control(size):
     assert ours.block.conv == control.block.conv == 4
     different = {"attention", "n_head", "head_dim"}
     assert ours.model_dump(exclude=different) == control.model_dump(exclude=different)
+
+
+@pytest.mark.parametrize("size", LADDER)
+def test_the_modern_model_has_the_flagships_size_and_none_of_its_parts(size):
+    ours, modern = model_of(f"flagship_{size}"), model_of(f"modern_{size}")
+    assert abs(n_params(f"flagship_{size}") / n_params(f"modern_{size}") - 1) < 0.01
+    same = {"n_vocab", "pad_vocab", "n_layer", "n_embd"}
+    assert modern.model_dump(include=same) == ours.model_dump(include=same)
+    parts = {"name": "softmax", "decay": "none", "gate": "none", "qk_norm": True, "n_kv_head": None}
+    assert modern.attention.model_dump() == parts
+    assert modern.block.model_dump() == {"name": "mlp", "expansion": 4, "activation": "relu2", "conv": 0}
+    assert (modern.position.name, modern.norm, modern.bias, modern.logit_cap) == ("rotary", "rms", False, 15)
+    assert modern.ngrams == []
+    assert modern.tied == (modern.n_vocab > 257)
 
 
 def test_the_hybrid_is_the_flagship_with_softmax_attention_in_the_third_of_four_layers():

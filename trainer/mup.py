@@ -9,7 +9,7 @@ factors are:
 |---|---|---|---|
 | linear layers | w^-1/2 | 1 / w | w^-1/2 |
 | linear layers that write to the residual stream | w^-1/2 / d | 1 / (w d) | w^-1/2 / d |
-| norm before the output layer | 1 / w | 1 / w | |
+| norm before the output layer, or without weights that layer | 1 / w | 1 / w | |
 | others: embeddings, output layer, vectors, maps of a fixed number of features | 1 | 1 | |
 
 Nothing else changes: lr x weight_decay, the share that decays in a step, is the same for all
@@ -28,7 +28,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from common.settings import Settings
+from common.settings import Settings, UserError
 from model.gpt import GPT, MLPBlock
 
 
@@ -83,6 +83,13 @@ def scales(gpt: GPT, tuned: TransferConfig | None) -> dict[Tensor, Scale]:
                 if layer.bias is not None:
                     factors[layer.bias] = Scale(adamw=depth)
     factors |= {gpt.embed.weight: as_tuned, gpt.output_weight: as_tuned}
+    if gpt.config.norm == "rms":
+        if gpt.config.tied and width != 1:
+            raise UserError(
+                "optim.transfer scales the last norm or the output layer, and model.norm=rms with "
+                "model.tied=true has neither for it: use model.tied=false, or optim.transfer=null"
+            )
+        factors[gpt.output_weight] = Scale(init=width**0.5, adamw=width)
     return factors | dict.fromkeys(gpt.norm.parameters(), Scale(init=width, adamw=width))
 
 

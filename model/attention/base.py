@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, sigmoid, silu
 
 from common.settings import Settings
-from model.layers import FusedLinear, Linear
+from model.layers import FusedLinear, Linear, RMSNorm
 from model.ops.custom import CHUNK
 from model.ops.sparse_attention.naive import masked_attention
 from model.position import NO_POSITIONS, Positions, Rotation, rotate
@@ -32,6 +32,9 @@ class AttentionSettings(Settings, defaults="attention_parts"):
     """Whether a state of constant size has that size before the first token, too."""
     suits_rotary: ClassVar[bool] = True
     """Whether rotary positions can be used with it."""
+    qk_norm: bool
+    """Whether queries and keys are divided by their root mean square, after their rotation: it
+    keeps the length, so the result is that of the other order."""
     gate: Literal["none", "silu", "sigmoid"]
     """Function of a linear layer's output that multiplies the result before the last projection."""
 
@@ -153,12 +156,15 @@ class Attention(nn.Module):
         self.n_head = n_head
         self.n_out = n_out
         self.qkv = FusedLinear(n_embd, sizes, n_repeat)
+        self.qk_norm: RMSNorm | None = None
         self.gate: Linear | None = None
         self.decay: Decay | None = None
 
     def add_options(self, settings: AttentionSettings) -> None:
         """Create the modules of options, which come after those of the mechanism."""
         n_embd = self.qkv.in_features
+        if settings.qk_norm:
+            self.qk_norm = RMSNorm()
         if settings.gate != "none":
             self.gate = Linear(n_embd, self.n_out)
             self.gate_function = _GATES[settings.gate]
@@ -217,11 +223,15 @@ class Attention(nn.Module):
         return Forgetting(log_f.masked_fill(starts[:, None, :, None], -torch.inf))
 
     def project(self, features: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, n_qkv) -> q, k, v (B, heads, T, features), with q and k rotated."""
+        """(B, T, n_qkv) -> q, k, v (B, heads, T, features), with q and k rotated
+        and normalised."""
         q, k, *values = self.split(features)
         if rotation is not None:
             q = rotate(q, rotation)
             k = rotate(k, rotation)
+        if self.qk_norm is not None:
+            q = self.qk_norm(q)
+            k = self.qk_norm(k)
         return q, k, values[0] if values else k
 
     def join(self, y: Tensor, rotation: Rotation | None) -> Tensor:

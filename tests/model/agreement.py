@@ -105,19 +105,19 @@ def _recurrence(form, **leaves):
 
 
 def loss(device, dtype):
-    """Vocabularies of less than a block, of one and a part, and of three."""
-    for N, n_vocab in ((1, 1), (3, 257), (4, 4196), (2, 12288)):
+    """Vocabularies of less than a block, of one and a part, and of three; with and without a cap."""
+    for N, n_vocab, cap in ((1, 1, None), (3, 257, 2.0), (4, 4196, None), (2, 12288, 30.0)):
         generator = torch.Generator().manual_seed(n_vocab)
         x, weight = (torch.randn(n, 16, generator=generator).to(device, dtype) for n in (N, n_vocab))
         targets = torch.randint(n_vocab, (N,), generator=generator)
         targets[1:2] = -1
-        kernel = partial(_loss, partial(summed_loss, backend="triton"), targets)
-        definition = partial(_loss, token_losses, targets)
-        compare(f"{N} x {n_vocab} logits", kernel, definition, {"x": x, "weight": weight})
+        kernel = partial(_loss, partial(summed_loss, backend="triton"), targets, cap)
+        definition = partial(_loss, token_losses, targets, cap)
+        compare(f"{N} x {n_vocab} logits, {cap=}", kernel, definition, {"x": x, "weight": weight})
 
 
-def _loss(form, targets, /, x, weight):
-    return {"the loss": form(x, weight, targets.to(x.device)).sum()}
+def _loss(form, targets, cap, /, x, weight):
+    return {"the loss": form(x, weight, targets.to(x.device), cap).sum()}
 
 
 PATTERNS = {

@@ -42,9 +42,10 @@ def results_of(model, token_ids, prompts):
     }
     features = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
     by_trl = features @ model.get_output_embeddings().weight.T  # of the output layer's input, in pieces
+    cap = getattr(model.config, "final_logit_softcapping", None)
     return of_prompts | {
         "logits": model(token_ids).logits,
-        "of_base_model": by_trl,
+        "of_base_model": by_trl if cap is None else cap * torch.tanh(by_trl / cap),
         "in_pieces": torch.cat(pieces, dim=1),
         "last": model(token_ids, logits_to_keep=2).logits,
         "padded": model(token_ids, attention_mask=both).logits,

@@ -76,7 +76,7 @@ def launch_log_attention(dtype: torch.dtype, d: int, d_v: int, gates: bool, form
 
 def launch_loss(dtype: torch.dtype) -> None:
     """GPT-2's vocabulary, padded to a multiple of 64, with gradients."""
-    cross_entropy_(torch.zeros(16, 50304, dtype=dtype), torch.zeros(16, dtype=torch.int64), 50257, True)
+    cross_entropy_(torch.zeros(16, 50304, dtype=dtype), torch.zeros(16, dtype=torch.int64), 50257, True, None)
 
 
 def launch_log_recurrence(dtype: torch.dtype) -> None:

@@ -10,8 +10,9 @@ from gradients import assert_all_close, naive, with_gradients
 from test_gpt import ids
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
-from torch.nn.functional import glu, linear
+from torch.nn.functional import cross_entropy, glu, linear
 
+from cli import compose
 from common.settings import decode
 from model.gpt import GPT, GPTConfig
 from model.layers import gated_linear
@@ -20,12 +21,26 @@ from model.ops.causal_conv import causal_conv
 ACTIVATIONS = {
     "gelu": lambda x: x / 2 * (1 + ((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)).tanh()),
     "swiglu": lambda x: (lambda a, b: a * a.sigmoid() * b)(*x.chunk(2, dim=-1)),
+    "relu2": lambda x: torch.where(x > 0, x**2, 0),
 }
 
 
-def normed(x, norm):
+def layer_norm(x, norm):
     centred = x - x.mean(-1, keepdim=True)
-    return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias
+    scaled = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+    return scaled if norm.bias is None else scaled + norm.bias
+
+
+def rms_norm(x, norm):
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+NORMS = {"layer": layer_norm, "rms": rms_norm}
+
+
+def of_linear(x, layer):
+    y = x @ layer.weight.T
+    return y if layer.bias is None else y + layer.bias
 
 
 def gpt_of(block, attention="log_space", eot_id=None, **changes):
@@ -51,21 +66,86 @@ def convolved(x: Tensor, weight: Tensor | None) -> Tensor:
 def defined(gpt: GPT, token_ids: Tensor, x: Tensor | None = None) -> Tensor:
     """Logits from the definition of block, norms and output layer. x: what the first block reads; None: embeddings."""
     config, x = gpt.config, gpt.embed.weight[token_ids] if x is None else x
-    activation = ACTIVATIONS[config.block.activation]
+    norm, activation = NORMS[config.norm], ACTIVATIONS[config.block.activation]
     for block in gpt.blocks:
-        a = naive(block.attention, convolved(normed(x, block.norm_attention), block.conv_attention))
-        x = x + a @ block.proj.weight.T + block.proj.bias
-        h = convolved(normed(x, block.norm_mlp), block.conv_mlp) @ block.up.weight.T + block.up.bias
-        x = x + activation(h) @ block.down.weight.T + block.down.bias
-    return normed(x, gpt.norm) @ (gpt.embed.weight if config.tied else gpt.output.weight).T
+        a = naive(block.attention, convolved(norm(x, block.norm_attention), block.conv_attention))
+        x = x + of_linear(a, block.proj)
+        h = of_linear(convolved(norm(x, block.norm_mlp), block.conv_mlp), block.up)
+        x = x + of_linear(activation(h), block.down)
+    logits = norm(x, gpt.norm) @ (gpt.embed.weight if config.tied else gpt.output.weight).T
+    return logits if config.logit_cap is None else config.logit_cap * (logits / config.logit_cap).tanh()
 
 
 @pytest.mark.parametrize(
-    ("activation", "conv", "tied"), [("gelu", 0, True), ("gelu", 4, False), ("swiglu", 0, False), ("swiglu", 4, True)]
+    ("activation", "conv", "changes"),
+    [
+        ("gelu", 0, {}),
+        ("gelu", 4, {"tied": False, "norm": "rms", "logit_cap": 3.0}),
+        ("swiglu", 0, {"tied": False, "bias": False}),
+        ("swiglu", 4, {"logit_cap": 3.0}),
+        ("relu2", 0, {"tied": False, "norm": "rms", "bias": False, "logit_cap": 3.0}),
+        ("relu2", 4, {}),
+    ],
 )
-def test_logits_and_gradients_are_the_definitions(activation, conv, tied):
-    gpt = gpt_of({"activation": activation, "conv": conv}, tied=tied)
+def test_logits_and_gradients_are_the_definitions(activation, conv, changes):
+    gpt = gpt_of({"activation": activation, "conv": conv}, **changes)
     found, wanted = gpt(ids(37)), defined(gpt, ids(37))
+    assert_all_close(*(with_gradients(y, list(gpt.parameters())) for y in (found, wanted)), tolerance=1e-11)
+
+
+def test_the_loss_is_that_of_the_capped_logits():
+    gpt = gpt_of({"activation": "relu2"}, norm="rms", logit_cap=3.0)
+    targets = ids(37).roll(-1, 1)
+    wanted = cross_entropy(defined(gpt, ids(37)).flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+    torch.testing.assert_close(gpt.token_losses(ids(37), targets), wanted, rtol=1e-11, atol=1e-11)
+    summed = gpt.summed_loss(ids(37), targets)
+    weights = list(gpt.parameters())
+    assert_all_close(*(with_gradients(y, weights) for y in (summed, wanted.sum())), tolerance=1e-11)
+
+
+@pytest.mark.parametrize("block", ["glu", "mlp"])
+def test_a_model_without_biases_has_only_matrices(block):
+    gpt = gpt_of({"name": block}, attention="softmax", norm="rms", bias=False)
+    assert {p.dim() for p in gpt.parameters()} == {2}
+
+
+def modern(config: GPTConfig, weights: dict[str, Tensor], token_ids: Tensor) -> Tensor:
+    """Logits of modern_*, written from nanochat's description, but with QK-norm before the rotation: it is the same."""
+    H, D, T = config.n_head, config.head_features, token_ids.shape[1]
+    speed = 10_000.0 ** (-2 * torch.arange(D // 2, dtype=torch.float64) / D)
+    turn = torch.polar(torch.ones(T, D // 2, dtype=torch.float64), torch.outer(torch.arange(T).double(), speed))
+
+    def rotated(x):
+        turned = torch.complex(*x.chunk(2, dim=-1)) * turn
+        return torch.cat([turned.real, turned.imag], dim=-1)
+
+    def normed(x):
+        return rms_norm(x, None)
+
+    x = weights["embed.weight"][token_ids]
+    for i in range(config.n_layer):
+        matrix = {name: weights[f"blocks.{i}.{name}.weight"] for name in ("attention.qkv", "proj", "up", "down")}
+        heads = (normed(x) @ matrix["attention.qkv"].T).unflatten(-1, (3 * H, D)).transpose(1, 2)
+        q, k, v = heads.chunk(3, dim=1)
+        scores = rotated(normed(q)) @ rotated(normed(k)).mT / D**0.5
+        later = torch.ones(T, T).triu(1).bool()
+        y = scores.masked_fill(later, -torch.inf).softmax(-1) @ v
+        x = x + y.transpose(1, 2).flatten(2) @ matrix["proj"].T
+        x = x + (normed(x) @ matrix["up"].T).clamp(min=0).square() @ matrix["down"].T
+    logits = normed(x) @ weights["embed.weight" if config.tied else "output.weight"].T
+    return 15 * (logits[..., : config.n_vocab] / 15).tanh()
+
+
+@pytest.mark.parametrize("name", ["modern_1m", "modern_125m"])
+def test_the_modern_models_are_what_their_page_says(name):
+    small = {"n_vocab": 11, "n_layer": 2, "n_head": 3, "head_dim": 8, "n_embd": 16}
+    config = decode(GPTConfig, compose("train", ["dataset_dir=x", f"model={name}"])["model"] | small)
+    gpt = GPT(config).double()
+    with torch.no_grad():
+        gpt.output_weight.mul_(30)  # beyond the cap
+    found = gpt(ids(37))
+    wanted = modern(config, dict(gpt.named_parameters()), ids(37))
+    assert 10 < found.abs().max() < 15
     assert_all_close(*(with_gradients(y, list(gpt.parameters())) for y in (found, wanted)), tolerance=1e-11)
 
 

@@ -77,6 +77,10 @@ def configs():
     yield "forgets", config_of(attention=forgets, block={"name": "mlp"}, position={"name": "rotary"})
     pattern = ["log_space", {"name": "sliding_window", "window": 5}]
     changes = {"attention": {"name": "log_space"}, "attention_pattern": pattern, "position": {"name": "none"}}
+    attention = {"name": "softmax", "qk_norm": True}
+    block = {"name": "mlp", "activation": "relu2"}
+    rest = {"norm": "rms", "bias": False, "tied": False, "logit_cap": 5.0, "position": {"name": "rotary"}}
+    yield "modern", config_of(attention=attention, block=block, **rest)
     yield "pattern", config_of(n_layer=3, pad_vocab=64, **changes)
 
 
@@ -318,7 +322,11 @@ def test_files_of_old_versions_give_the_same_weights(gpt2, tmp_path):
         ({"block": {"name": "mlp", "activation": "swiglu"}}, False),
         ({"attention": {"name": "softmax", "decay": "head"}}, False),
         ({"attention": {"name": "softmax", "gate": "silu"}}, False),
+        ({"attention": {"name": "softmax", "qk_norm": True}}, False),
+        ({"norm": "rms"}, False),
+        ({"bias": False}, False),
         ({"tied": False}, False),
+        ({"logit_cap": 30.0}, False),
         ({"ngrams": [1]}, False),
     ],
 )

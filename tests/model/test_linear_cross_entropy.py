@@ -35,9 +35,11 @@ def inputs(N=20, D=6, V=11, dtype=torch.float64):
     return x, weight, targets
 
 
-def truth(x, weight, targets):
+def truth(x, weight, targets, cap=None):
     logits = x @ weight.T
-    return cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+    return cross_entropy(
+        logits if cap is None else cap * (logits / cap).tanh(), targets, ignore_index=-1, reduction="none"
+    )
 
 
 @pytest.fixture
@@ -58,11 +60,12 @@ def at_once(monkeypatch, device):
         ),
     ],
 )
-def test_the_loss_equals_the_definition_with_gradients(at_once, loss_of, N, V, logits):
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_the_loss_equals_the_definition_with_gradients(at_once, loss_of, N, V, logits, cap):
     at_once(logits)
     x, weight, targets = inputs(N, V=V)
     targets[-1] = V - 1
-    loss, wanted = loss_of(x, weight, targets), truth(x, weight, targets).sum()
+    loss, wanted = loss_of(x, weight, targets, cap), truth(x, weight, targets, cap).sum()
     torch.testing.assert_close(loss, wanted, rtol=1e-13, atol=1e-13)
     gradients = [torch.autograd.grad(3 * y, (x, weight)) for y in (loss, wanted)]
     assert_all_close(*gradients)
@@ -70,11 +73,12 @@ def test_the_loss_equals_the_definition_with_gradients(at_once, loss_of, N, V, l
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 3, 70, 1000])
-def test_losses_of_tokens_equal_the_definition_with_gradients_for_any_weights(at_once, tokens):
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_losses_of_tokens_equal_the_definition_with_gradients_for_any_weights(at_once, tokens, cap):
     at_once(2 * 11 * tokens)
     x, weight, targets = inputs(70)
     weights = torch.randn(70, dtype=torch.float64)
-    losses, wanted = token_losses(x, weight, targets), truth(x, weight, targets)
+    losses, wanted = token_losses(x, weight, targets, cap), truth(x, weight, targets, cap)
     torch.testing.assert_close(losses, wanted, rtol=1e-13, atol=1e-13)
     gradients = [torch.autograd.grad(y @ weights, (x, weight)) for y in (losses, wanted)]
     assert_all_close(*gradients)
@@ -125,6 +129,7 @@ def test_logits_may_have_any_size():
     assert by_kernel(x, weight, right) == 0
     assert by_kernel(x, weight, wrong) == 3e4
     assert not by_kernel(x, weight.masked_fill(weight == 1, torch.inf), wrong).isfinite()
+    torch.testing.assert_close(by_kernel(x, weight, wrong, cap=50.0), truth(x, weight, wrong, cap=50.0).sum())
 
 
 @on_both
@@ -182,13 +187,16 @@ def test_the_kernel_compiles_without_a_graph_break():
     x, weight, targets = inputs(dtype=torch.float32)
     compiled = torch.compile(by_kernel, fullgraph=True, backend="aot_eager")
     with suspended():
-        results = [f(x, weight, targets) for f in (by_kernel, compiled)]
+        results = [f(x, weight, targets, 2.0) for f in (by_kernel, compiled)]
         gradients = [torch.autograd.grad(loss, (x, weight)) for loss in results]
     assert torch.equal(*results)
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize("backend", ["chunked", pytest.param("triton", marks=pytest.mark.slow)])
-def test_the_loss_keeps_the_promises_that_torch_asks_of_an_operator(backend):
+@pytest.mark.parametrize(
+    ("cap", "backend"),
+    [(None, "chunked"), (3.0, "chunked"), pytest.param(3.0, "triton", marks=pytest.mark.slow)],
+)
+def test_the_loss_keeps_the_promises_that_torch_asks_of_an_operator(cap, backend):
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")  # the fourth goes back twice
-    torch.library.opcheck(linear_cross_entropy._summed_loss, (*inputs(), True, backend), test_utils=checks)
+    torch.library.opcheck(linear_cross_entropy._summed_loss, (*inputs(), True, cap, backend), test_utils=checks)

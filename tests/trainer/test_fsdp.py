@@ -187,7 +187,7 @@ from runtime.distributed import join_world
 from trainer.step import SummedLoss
 
 with join_world(torch.device("cpu")) as world:
-    of_others = {"block": "mlp", "position": "learned", "tied": False}
+    of_others = {"block": "mlp", "position": "learned", "tied": False, "norm": "rms", "bias": False}
     for changes in ({"n_layer": 12, "ngrams": [1, 2]}, of_others):
         config = config_of(**changes)
         with torch.device("meta"):

@@ -76,6 +76,15 @@ def test_activations_are_what_autograd_saves(attention, block, position, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_activations_of_a_modern_model_are_what_autograd_saves(dtype):
+    parts = {"norm": "rms", "bias": False, "tied": False, "logit_cap": 15.0}
+    attention = {"name": "softmax", "qk_norm": True}
+    config = config_of(attention, {"name": "mlp", "activation": "relu2"}, "rotary", **parts)
+    predicted = step_memory(on_meta(config), B, T, runtime(dtype)).activations
+    assert predicted == pytest.approx(saved_bytes(GPT(config), dtype), rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_no_product_is_needed_to_measure_what_is_kept(monkeypatch, dtype):
     attention = {"name": "log_space", "decay": "head", "gate": "silu"}
     layers = {"attention_pattern": [attention, {"name": "softmax", "decay": "head"}]}
@@ -112,6 +121,7 @@ def allocated_peak(gpt, dtype, accumulated=True):
         ("log_space", "glu", {}, torch.float32, True),
         ("softmax", "mlp", {"n_layer": 3}, torch.bfloat16, False),
         ("softmax", "glu", {"n_vocab": 9000}, torch.float32, True),  # the loss is most of it, in several parts
+        ("softmax", "glu", {"n_vocab": 9000, "logit_cap": 15.0}, torch.float32, True),
         ("log_space", "mlp", {"n_vocab": 257, "n_embd": 128}, torch.bfloat16, False),  # and here a backward pass
     ],
 )

@@ -60,13 +60,13 @@ def test_a_model_of_the_tuned_size_trains_to_the_bit_as_without_transfer(optim, 
         assert torch.equal(a, b), name
 
 
-def kind(name, p):
+def kind(name, p, last="norm"):
     """The row of CompleteP's table that a parameter belongs to."""
     layer = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
     if layer in ("proj", "down") and name.startswith("blocks.") and ".decay." not in name:
         return "to stream" if p.dim() == 2 else "bias to stream"
-    if name.startswith("norm."):
-        return "last norm"
+    if name.startswith(f"{last}."):
+        return "last"
     fixed_inputs = name in ("embed.weight", "output.weight", "position.embed.weight")
     return "hidden" if p.dim() == 2 and not fixed_inputs else "other"
 
@@ -75,29 +75,37 @@ def rms(x):
     return float(x.detach().double().square().mean().sqrt())
 
 
-@pytest.mark.parametrize(("position", "tied"), [("log_recurrence", True), ("learned", False)])
+@pytest.mark.parametrize(
+    ("position", "tied", "norm"),
+    [("log_recurrence", True, "layer"), ("learned", False, "layer"), ("none", False, "rms")],
+)
 @pytest.mark.parametrize("block", BLOCKS)
-def test_initial_weights_are_those_of_the_table(block, position, tied):
+def test_initial_weights_are_those_of_the_table(block, position, tied, norm):
     """Beside the tuned model's own. A mean of n squares of normal numbers errs by less than 5 sqrt(2 / n)."""
-    parts = {"block": block, "position": position, "tied": tied, "attention": LINEAR}
+    parts = {"block": block, "position": position, "tied": tied, "norm": norm, "attention": LINEAR}
+    last = "norm" if norm == "layer" else "output"  # RMSNorm has no weights
     w, d = 4, 2
     tuned, gpt = gpt_of(**BASE, **parts), new_gpt(BASE, 32 * w, 2 * d, **parts)
-    expected = {"hidden": w**-0.5, "to stream": w**-0.5 / d, "last norm": 1 / w, "other": 1, "bias to stream": 1}
+    expected = {"hidden": w**-0.5, "to stream": w**-0.5 / d, "last": 1 / w, "other": 1, "bias to stream": 1}
     ours = dict(gpt.named_parameters())
     for name, p in tuned.named_parameters():
         tolerance = 5 * (2 / p.numel()) ** 0.5
-        assert rms(ours[name]) == pytest.approx(rms(p) * expected[kind(name, p)], rel=tolerance), name
+        assert rms(ours[name]) == pytest.approx(rms(p) * expected[kind(name, p, last)], rel=tolerance), name
 
 
-@pytest.mark.parametrize(("block", "tied"), [("mlp", True), ("glu", False)])
-def test_training_is_that_of_complete_p_with_its_multipliers(block, tied):
+@pytest.mark.parametrize(
+    ("block", "tied", "norm"), [("mlp", True, "layer"), ("glu", False, "layer"), ("mlp", False, "rms")]
+)
+def test_training_is_that_of_complete_p_with_its_multipliers(block, tied, norm):
     """In float64, without eps: activations times 1 / d and logits times 1 / w, as the paper has it."""
     w, d = 2, 3
-    parts = {"block": block, "tied": tied, "position": "log_recurrence", "attention": LINEAR, "ngrams": [1, 2]}
+    parts = {"block": block, "tied": tied, "norm": norm, "position": "log_recurrence", "attention": LINEAR}
+    parts |= {"ngrams": [1, 2], "logit_cap": None if norm == "layer" else 15.0}
+    last = "norm" if norm == "layer" else "output"
     gpt = new_gpt(BASE, 32 * w, 2 * d, **parts).double()
     optim = optim_of("adamw", BASE, eps=1e-100, weight_decay=0.3)
-    kinds = {name: kind(name, p) for name, p in gpt.named_parameters()}
-    multipliers = {"to stream": 1 / d, "bias to stream": 1 / d, "last norm": 1 / w}
+    kinds = {name: kind(name, p, last) for name, p in gpt.named_parameters()}
+    multipliers = {"to stream": 1 / d, "bias to stream": 1 / d, "last": 1 / w}
     times = {name: multipliers.get(kind, 1.0) for name, kind in kinds.items()}
     theirs = {name: (p.detach() / times[name]).requires_grad_() for name, p in gpt.named_parameters()}
     hidden = [p for name, p in theirs.items() if kinds[name] in ("hidden", "to stream")]
@@ -121,6 +129,14 @@ def test_training_is_that_of_complete_p_with_its_multipliers(block, tied):
             one.backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+def test_without_a_last_weight_to_scale_transfer_is_refused():
+    optim = optim_of("adamw", BASE)
+    gpt_of_tuned_size, wider = (gpt_of(n_embd, norm="rms") for n_embd in (32, 64))
+    scale_weights(gpt_of_tuned_size, optim.transfer)
+    with pytest.raises(UserError, match=r"use model.tied=false, or optim.transfer=null"):
+        scale_weights(wider, optim.transfer)
 
 
 def test_muons_updates_have_the_spectral_norm_of_the_tuned_models():

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from faults import metrics
+from forged import edit, sign
 
 from common.settings import UserError
 from data.loader import TrainBatches
@@ -51,6 +52,22 @@ def test_a_run_reads_each_sequence_of_an_epoch_once_and_ends_the_same_whatever_i
     assert 10 * 16 < n_windows < 11 * 16, "the first epoch ends in the eleventh step, soon after the run goes on"
     assert sorted(read[:n_windows]) == list(range(n_windows))
     assert len(set(read[n_windows:])) == 12 * 16 - n_windows
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_run_from_before_a_model_had_an_option_goes_on(tiny, tmp_path):
+    fit(tiny({"run_dir": tmp_path / "whole"}))
+    fit(tiny({"stop_at": 4}))
+    path = newest(tmp_path / "run")
+
+    def forget(state):
+        for option in ("norm", "bias", "logit_cap"):
+            del state["model"][option]
+        del state["model"]["attention"]["qk_norm"]
+
+    edit(path / "state.json", forget)
+    sign(path)
+    fit(tiny())
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 

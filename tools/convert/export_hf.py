@@ -122,6 +122,7 @@ def _own_config(config: GPTConfig, document_start: int | None) -> JsonDict:
         "num_attention_heads": config.n_head,
         **limit,
         "tie_word_embeddings": config.tied,
+        "final_logit_softcapping": config.logit_cap,
         "architecture": config.model_dump(mode="json"),
         "document_start": document_start,
     }

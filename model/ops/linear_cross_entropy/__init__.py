@@ -28,8 +28,14 @@ CHUNK = {"cpu": 2**27, "cuda": 2**30}  # bytes of logits at a time: a GPU needs 
 ROW_CHUNKS = {"cpu": 128, "cuda": 16}
 
 
-def token_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy in nats of x @ weight.T, (N,), float32 or float64; 0 for negative targets.
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """cap tanh(logits / cap), or the logits without a cap (Gemma 2, arXiv 2408.00118)."""
+    return logits if cap is None else (logits / cap).tanh() * cap
+
+
+def token_losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float | None = None) -> Tensor:
+    """Cross-entropy in nats of capped(x @ weight.T), (N,), float32 or float64; 0 for negative
+    targets.
 
     Args:
         x: (N, D).
@@ -40,12 +46,14 @@ def token_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     losses = []
     for x_n, target in zip(x.split(size), targets.clamp(min=-1).split(size), strict=True):
         logits = x_n @ weight.T
-        logits = logits.to(accumulation_dtype(logits))
+        logits = capped(logits.to(accumulation_dtype(logits)), cap)
         losses.append(cross_entropy(logits, target, ignore_index=-1, reduction="none"))
     return torch.cat(losses)
 
 
-def summed_loss(x: Tensor, weight: Tensor, targets: Tensor, *, backend: str = "auto") -> Tensor:
+def summed_loss(
+    x: Tensor, weight: Tensor, targets: Tensor, cap: float | None = None, *, backend: str = "auto"
+) -> Tensor:
     """Sum of `token_losses`. Gradients are computed in the forward pass, so there can be only one
     backward pass.
 
@@ -61,12 +69,12 @@ def summed_loss(x: Tensor, weight: Tensor, targets: Tensor, *, backend: str = "a
     backend = choose_form("the loss", backend, [*_FORMS], x)
     needs_gradients = x.requires_grad or weight.requires_grad
     with_grad = torch.is_grad_enabled() and needs_gradients
-    return _summed_loss(x, weight, targets, with_grad, backend)[0]
+    return _summed_loss(x, weight, targets, with_grad, cap, backend)[0]
 
 
 @operator("summed_cross_entropy")
 def _summed_loss(
-    x: Tensor, weight: Tensor, targets: Tensor, with_grad: bool, backend: str
+    x: Tensor, weight: Tensor, targets: Tensor, with_grad: bool, cap: float | None, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss and, if wanted, the gradients of x and weight, else empty tensors.
 
@@ -84,7 +92,7 @@ def _summed_loss(
         for n in range(0, max(1, len(x)), size):
             chunk = slice(n, n + size)
             logits = x[chunk] @ weight.T
-            loss += _FORMS[backend](logits, targets[chunk], n_vocab, with_grad).sum()
+            loss += _FORMS[backend](logits, targets[chunk], n_vocab, with_grad, cap).sum()
             if with_grad:
                 g_x[chunk] = logits @ weight
                 if g_weight.dtype == x.dtype:
@@ -95,7 +103,9 @@ def _summed_loss(
     return loss, g_x, g_weight[:n_vocab]
 
 
-def _by_torch(logits: Tensor, targets: Tensor, n_vocab: int, with_grad: bool) -> Tensor:
+def _by_torch(
+    logits: Tensor, targets: Tensor, n_vocab: int, with_grad: bool, cap: float | None
+) -> Tensor:
     """Losses of some tokens, (n,); if wanted, the gradient of their logits (n, V) replaces these,
     as in the kernel.
 
@@ -108,20 +118,25 @@ def _by_torch(logits: Tensor, targets: Tensor, n_vocab: int, with_grad: bool) ->
     for rows, row_targets in zip(logits.split(size), targets.split(size), strict=True):
         target = row_targets.clamp(min=0).unsqueeze(1)
         is_counted = (row_targets >= 0).unsqueeze(1)
-        log_p = rows.to(acc).log_softmax(1)
+        z = capped(rows.to(acc), cap)
+        log_p = z.log_softmax(1)
         losses.append(-(log_p.gather(1, target) * is_counted).squeeze(1))
         if with_grad:
             g = log_p.exp_().scatter_add_(1, target, -torch.ones_like(target, dtype=acc))
+            if cap is not None:
+                g *= 1 - z.div_(cap).square_()
             torch.mul(g, is_counted, out=rows)
     return torch.cat(losses)
 
 
-def _by_triton(logits: Tensor, targets: Tensor, n_vocab: int, with_grad: bool) -> Tensor:
+def _by_triton(
+    logits: Tensor, targets: Tensor, n_vocab: int, with_grad: bool, cap: float | None
+) -> Tensor:
     """As `_by_torch`, for logits of n_vocab columns or more: gradients of the rest are 0."""
     # Importing triton is slow, and it may be missing.
     from model.ops.linear_cross_entropy.triton import cross_entropy_
 
-    return cross_entropy_(logits, targets, n_vocab, with_grad)
+    return cross_entropy_(logits, targets, n_vocab, with_grad, cap)
 
 
 _FORMS = {"chunked": _by_torch, "triton": _by_triton}
@@ -169,7 +184,7 @@ def _backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         # In place: g_weight is as large as the weight.
         g_x.mul_(g)
         g_weight.mul_(g)
-    return g_x, g_weight.to(ctx.dtype), None, None, None
+    return g_x, g_weight.to(ctx.dtype), None, None, None, None
 
 
 torch.library.register_autograd(_summed_loss, _backward, setup_context=_save_for_backward)

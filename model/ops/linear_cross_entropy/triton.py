@@ -13,9 +13,11 @@ _BLOCK = 4096  # logits at a time
 _NOTHING = tl.constexpr(float("-inf"))
 
 
-def cross_entropy_(logits: Tensor, targets: Tensor, n_vocab: int, with_grad: bool) -> Tensor:
-    """Cross-entropy in nats of each row of logits[:, :n_vocab], (N,), float32 or float64; 0 if not
-    counted.
+def cross_entropy_(
+    logits: Tensor, targets: Tensor, n_vocab: int, with_grad: bool, cap: float | None
+) -> Tensor:
+    """Cross-entropy in nats of each row of capped(logits[:, :n_vocab]), (N,), float32 or float64; 0
+    if not counted.
 
     Args:
         logits: (N, V) with V >= n_vocab, contiguous. With gradients, their gradient replaces them.
@@ -32,6 +34,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, n_vocab: int, with_grad: boo
             n_vocab,
             n_columns,
             WITH_GRAD=with_grad,
+            CAP=cap,
             ACC=tl.float64 if losses.dtype == torch.float64 else tl.float32,
             BLOCK=min(_BLOCK, triton.next_power_of_2(n_columns)),
             num_warps=8,
@@ -47,6 +50,7 @@ def cross_entropy_kernel(
     n_vocab,
     V,
     WITH_GRAD: tl.constexpr,
+    CAP: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -65,25 +69,31 @@ def cross_entropy_kernel(
         top = tl.full([], _NOTHING, ACC)
         total = tl.full([], 0.0, ACC)
         for start in range(0, V, BLOCK):
-            z = _load(row, start + columns, n_vocab, V, ACC)
+            z, _ = _capped(row, start + columns, n_vocab, V, CAP, ACC)
             higher = tl.maximum(top, tl.max(z, 0))
             base = tl.where(higher > _NOTHING, higher, 0.0)
             total = total * tl.exp(top - base) + tl.sum(tl.exp(z - base), 0)
             top = higher
         log_z = tl.where(top > _NOTHING, top, 0.0) + tl.log(total)
-        at_target = _load(row, target, n_vocab, V, ACC)
+        at_target, _ = _capped(row, target, n_vocab, V, CAP, ACC)
         tl.store(losses + n, tl.where(target < n_vocab, log_z - at_target, float("nan")))
         tl.debug_barrier()  # all threads have read what any of them replaces
         if WITH_GRAD:
             for start in range(0, V, BLOCK):
                 column = start + columns
-                g = tl.exp(_load(row, column, n_vocab, V, ACC) - log_z)
-                g = tl.where(column == target, g - 1.0, g)
+                z, slope = _capped(row, column, n_vocab, V, CAP, ACC)
+                g = tl.exp(z - log_z)
+                g = tl.where(column == target, g - 1.0, g) * slope
                 tl.store(row + column, g, mask=column < V)
 
 
 @triton.jit
-def _load(row, column, n_vocab, V, ACC: tl.constexpr):
-    """Logits of a row; -inf from n_vocab on."""
+def _capped(row, column, n_vocab, V, CAP: tl.constexpr, ACC: tl.constexpr):
+    """Logits of a row with the cap, -inf from n_vocab on, and the cap's slope."""
     z = tl.load(row + column, mask=column < V, other=0.0).to(ACC)
-    return tl.where(column < n_vocab, z, _NOTHING)
+    slope = 1.0
+    if CAP is not None:
+        share = 1.0 / (1.0 + tl.exp(z * (-2.0 / CAP)))  # tanh(x) = 2 sigmoid(2 x) - 1
+        z = (2.0 * share - 1.0) * CAP
+        slope = 4.0 * share * (1.0 - share)
+    return tl.where(column < n_vocab, z, _NOTHING), slope

@@ -11,7 +11,6 @@ from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from common.settings import Settings, UserError, decode
-from model.attention.softmax import SoftmaxConfig
 from model.gpt import GPTConfig
 from model.interop import name_elsewhere
 
@@ -45,21 +44,18 @@ def turned(name: str, weight: Tensor) -> Tensor:
 
 
 def is_gpt2(config: GPTConfig) -> bool:
-    """Whether GPT2LMHeadModel has this architecture."""
-    block = config.block
-    if block.name != "mlp" or block.activation != "gelu" or block.conv:
+    """Whether GPT2LMHeadModel has this architecture: its config.json describes the model."""
+    if config.block.name != "mlp" or config.position.name != "learned":
         return False
-    no_options = {"decay": "none", "gate": "none"}
-    for layer in config.layers:
-        if not isinstance(layer, SoftmaxConfig) or layer.n_kv_head not in (None, config.n_head):
-            return False
-        if layer.model_dump(include=set(no_options)) != no_options:
-            return False
+    described = read_gpt2_config(gpt2_config(config))
+    softmax = described.attention
+    same = softmax, softmax.model_copy(update={"n_kv_head": config.n_head})
+    if any(layer not in same for layer in config.layers):
+        return False
     if config.n_head * config.head_features != config.n_embd:
         return False
-    if config.position.name != "learned" or not config.tied:
-        return False
-    return not config.ngrams
+    others = {"attention", "attention_pattern", "head_dim", "pad_vocab"}
+    return config.model_dump(exclude=others) == described.model_dump(exclude=others)
 
 
 class _GPT2Config(Settings):
@@ -105,7 +101,8 @@ def read_gpt2_config(raw: Any) -> GPTConfig:
 
 
 def gpt2_config(config: GPTConfig) -> dict[str, Any]:
-    """Return the config.json of a GPT2LMHeadModel. The architecture must satisfy `is_gpt2`."""
+    """Return the config.json of a GPT2LMHeadModel of this size. Its block is mlp, and positions are
+    learned."""
     assert config.block.name == "mlp"
     assert config.position.name == "learned"
     raw = {
