@@ -63,7 +63,8 @@ class PrepareConfig(Settings, defaults="prepare"):
     val_fraction: float | None = Field(gt=0, lt=1)
     """The share of documents for the validation split.
 
-    null: 0.005 for the hub and for 100 MB or more of jsonl or tokens, else 0.05.
+    null: the files named for it; if there are none, 0.005 for the hub and for 100 MB or more of
+    jsonl, tokens or hf, else 0.05.
     """
     val_tokens: PositiveInt | None
     """In place of val_fraction: the documents with the first so many tokens are for validation."""

@@ -490,6 +490,8 @@ class HubSource(RecordSource, defaults="data/hf"):
         used = splits.pop(self.split or "train")
         if self.split is None:
             used += splits.pop("validation", [])
+            splits.setdefault("test", named_for(TEST, used))
+            used = [file for file in used if file not in splits["test"]]
         left_out = {file: f"{name} split" for name, files in splits.items() for file in files}
         for file in map(str, sorted(Path(self.path).rglob("[!.]*"))):
             is_other = os.path.isfile(file) and not file.endswith("README.md")
@@ -503,7 +505,7 @@ class HubSource(RecordSource, defaults="data/hf"):
         """Return the files of the validation split, unless one split is all that is read."""
         if self.split or not self._is_here:
             return []
-        return self._files().get("validation", [])
+        return self._files().get("validation") or super().val_inputs(names)
 
     @property
     def _is_here(self) -> bool:
@@ -511,17 +513,17 @@ class HubSource(RecordSource, defaults="data/hf"):
         folder = Path(self.path)
         if folder.is_dir():
             return not any((folder / name).exists() for name in _SAVED)
-        is_dataset = _DATASET_FILE.search(self.path)
-        is_here = folder.exists() or re.search(r"[*?[]|^-$", self.path)
-        if is_here and not is_dataset:
+        if _DATASET_FILE.search(self.path):
+            return True
+        if folder.exists() or re.search(r"[*?[]|^-$", self.path):
             raise UserError(
                 f"data.path={self.path}: data=hf reads .parquet, .arrow, .csv and .json files "
-                f"here; for this one, give data={_source_for(self.path)}"
+                "here; give data=text, jsonl or tokens for others"
             )
-        return bool(is_dataset)
+        return False
 
     def _files(self) -> dict[str, list[str]]:
-        """Return the files of each split, as the library finds them, or their names say.
+        """Return the files of each split, as the library finds them.
 
         Raises:
             UserError: they cannot be found, or `split` is none of the splits.
@@ -529,12 +531,6 @@ class HubSource(RecordSource, defaults="data/hf"):
         with self._explained():
             files = {split: [*files] for split, files in self._open().config.data_files.items()}
             _check_split(self.split, files)
-        train = files.get("train", [])
-        for split, words in (("validation", VALIDATION), ("test", TEST)):
-            named = named_for(words, train)
-            if named:
-                files[split] = named
-                files["train"] = train = [file for file in train if file not in named]
         return files
 
     def _open(self) -> Any:
@@ -710,11 +706,3 @@ def _messages(record: JsonDict, text_field: str) -> Any:
         {"role": "user", "content": question},
         {"role": "assistant", "content": answer},
     ]
-
-
-def _source_for(path: str) -> str:
-    """Return the name of the source that reads a file, by the file's name."""
-    name = path.lower()
-    if re.search(r"\.(jsonl|ndjson)(\.\w+)?$", name):
-        return "jsonl"
-    return "tokens" if name.endswith((".bin", ".npy")) else "text"
