@@ -147,17 +147,12 @@ def _check(manifest: Manifest, plan: Plan, first_skipped: dict[str, str]) -> Non
         raise UserError(f"{why}: {remedy}; {documents} left to train and to validate on")
     if n_documents < 2:
         raise UserError(f"{documents} is too few to train and to validate on: add documents")
-    if plan.val_tokens:
-        raise UserError(
-            f"all {documents} begin within val_tokens={plan.val_tokens}: none is left to train on: "
-            "give a smaller val_tokens"
-        )
-    empty = "train" if n_val else "val"
-    change = "smaller" if n_val else "larger"
-    rule = "files named for it" if plan.val_inputs else f"val_fraction={plan.val_fraction}"
+    rules = ("val_tokens", "val_fraction", "val_inputs")
+    rule = next(f"{key}={plan.prepared[key]}" for key in rules if key in plan.prepared)
+    empty, change = ("train", "smaller") if n_val else ("val", "larger")
     raise UserError(
         f"none of {documents} went to '{empty}' with {rule} (skipped: {manifest.skipped}): "
-        f"give a {change} val_fraction, or add documents with other texts"
+        f"give a {change} val_fraction or val_tokens, or add documents with other texts"
     )
 
 

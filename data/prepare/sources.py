@@ -311,19 +311,16 @@ class NamedFiles(Source):
 
     def _files_of(self, pattern: str) -> list[str]:
         """Return the files that a pattern names, and print what is left out."""
-        other_kinds: dict[str, str] = {}
-        files = matches(pattern, other_kinds)
         left_out: dict[str, str] = {}
-        if os.path.isdir(pattern):
-            for file in files:
-                if not file.lower().endswith(self.suffixes) and not os.path.isdir(file):
-                    left_out[file] = f"not of data={self.name}"
-            files = [file for file in files if file not in left_out]
+        files = matches(pattern, left_out)
+        for file in files if os.path.isdir(pattern) else []:
+            if not file.lower().endswith(self.suffixes) and not os.path.isdir(file):
+                left_out[file] = f"not of data={self.name}"
+        files = [file for file in files if file not in left_out]
         if not os.path.isfile(pattern):
-            tests = named_for(TEST, files)
-            left_out = dict.fromkeys(tests, "test split") | left_out
-            files = [file for file in files if file not in tests]
-        listed = _listed(left_out | other_kinds)
+            left_out |= dict.fromkeys(named_for(TEST, files), "test split")
+            files = [file for file in files if file not in left_out]
+        listed = _listed(left_out)
         if not files:
             reason = f"data.path={pattern} matches no file that data={self.name} reads"
             if listed:
@@ -374,11 +371,8 @@ class TextSource(LineFiles, defaults="data/text"):
 
     def _check_first(self, path: Path) -> None:
         """Raise Unreadable if the first line has no text, as in a log or in settings."""
-        line = _first_line(path)
-        if line is None:
-            return
         try:
-            record = parse_line(line)
+            record = parse_line(_first_line(path) or b"[]")
         except Unreadable:
             record = {}
         if isinstance(record, dict) and self.text_field not in record:
@@ -493,10 +487,10 @@ class HubSource(RecordSource, defaults="data/hf"):
             splits.setdefault("test", named_for(TEST, used))
             used = [file for file in used if file not in splits["test"]]
         left_out = {file: f"{name} split" for name, files in splits.items() for file in files}
-        for file in map(str, sorted(Path(self.path).rglob("[!.]*"))):
-            is_other = os.path.isfile(file) and not file.endswith("README.md")
-            if is_other and file not in used:
-                left_out.setdefault(file, "not read by data=hf")
+        read = {*used, os.path.join(self.path, "README.md")}
+        for file in self._given().values():
+            if file not in read:
+                left_out.setdefault(file, "not of data=hf")
         if left_out:
             say(f"left out of data.path={self.path}: {_listed(left_out)}")
         return {file: _size(Path(file)) for file in used}
@@ -528,10 +522,19 @@ class HubSource(RecordSource, defaults="data/hf"):
         Raises:
             UserError: they cannot be found, or `split` is none of the splits.
         """
+        given = self._given()
+        files = {}
         with self._explained():
-            files = {split: [*files] for split, files in self._open().config.data_files.items()}
+            for split, paths in (self._open().config.data_files or {}).items():
+                files[split] = [given.get(os.path.realpath(path), path) for path in paths]
             _check_split(self.split, files)
         return files
+
+    def _given(self) -> dict[str, str]:
+        """Return the files here, as `path` names them, by their real paths."""
+        other_kinds: dict[str, str] = {}
+        paths = [*matches(self.path, other_kinds), *other_kinds]
+        return {os.path.realpath(path): path for path in paths}
 
     def _open(self) -> Any:
         """Return the library's builder for the dataset."""
@@ -551,7 +554,7 @@ class HubSource(RecordSource, defaults="data/hf"):
     def read(self, path: Path, count_bytes: CountBytes) -> Iterator[Any]:
         """Yield the rows of a file, which is read alone: what others hold does not matter."""
         builder = self._open()
-        builder.config.data_files = {"train": [str(path)]}
+        builder.config.data_files = {"train": [os.path.abspath(path)]}
         builder.config.batch_size = 100  # of Parquet: its first row group may be empty
         builder.info.features = None
         try:

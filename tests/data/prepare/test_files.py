@@ -74,8 +74,9 @@ def test_files_that_are_named_for_a_split_are_that_split(config, tmp_path, capsy
     assert manifest.prepared["val_inputs"] == [str(folder / layout.format("validation"))]
     printed = " ".join(capsys.readouterr().out.split())
     assert f"left out of data.path={folder}: {folder / layout.format('test')} (test split)" in printed
-    prepare(config(data=data, out_dir=str(tmp_path / "all"), val_fraction=0.3))
-    assert {text.split()[0] for text in texts(tmp_path / "all", "train")} == {"train", "validation"}
+    by_hash = prepare(config(data=data, out_dir=str(tmp_path / "all"), val_fraction=0.3))
+    assert len(by_hash.inputs) == 2
+    assert "val_inputs" not in by_hash.prepared
 
 
 def write_documents(path, documents):
@@ -102,11 +103,12 @@ def test_other_names_and_single_files_are_no_splits():
 
 
 @pytest.mark.parametrize("source", ["jsonl", "hf"])
-def test_a_file_that_is_not_read_is_named(config, tmp_path, capsys, source):
+def test_a_file_that_is_not_read_is_named(config, tmp_path, monkeypatch, capsys, source):
     write_documents(tmp_path / "in" / "a.jsonl", ["a", "b", "c"])
     (tmp_path / "in" / "more.docx").write_text("more")
-    prepare(config(data={"name": source, "path": str(tmp_path / "in")}))
-    assert "more.docx (not " in " ".join(capsys.readouterr().out.split())
+    monkeypatch.chdir(tmp_path)
+    assert prepare(config(data={"name": source, "path": "in"})).inputs == ["in/a.jsonl"]
+    assert ": in/more.docx (not of data=" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_log_among_texts_is_left_out_and_named(config, tmp_path, capsys):

@@ -107,7 +107,7 @@ def test_the_first_tokens_are_for_validation(config, corpus, tmp_path):
         assert texts(tmp_path / f"out{i}", "train") == written[n_val:]
         assert manifest.prepared["val_tokens"] == val_tokens
         assert "val_fraction" not in manifest.prepared
-    with pytest.raises(UserError, match=r"all \d+ documents begin within val_tokens=.*give a smaller val_tokens"):
+    with pytest.raises(UserError, match=r"went to 'train' with val_tokens=.*give a smaller val_fraction or val_tokens"):
         prepare(config(val_fraction=None, val_tokens=ends[-1]))
     assert not (tmp_path / "out.partial").exists()
 
