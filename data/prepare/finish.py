@@ -149,7 +149,8 @@ def _check(manifest: Manifest, plan: Plan, first_skipped: dict[str, str]) -> Non
         raise UserError(f"{documents} is too few to train and to validate on: add documents")
     rules = ("val_tokens", "val_fraction", "val_inputs")
     rule = next(f"{key}={plan.prepared[key]}" for key in rules if key in plan.prepared)
-    empty, change = ("train", "smaller") if n_val else ("val", "larger")
+    empty = "train" if n_val else "val"
+    change = "smaller" if n_val else "larger"
     raise UserError(
         f"none of {documents} went to '{empty}' with {rule} (skipped: {manifest.skipped}): "
         f"give a {change} val_fraction or val_tokens, or add documents with other texts"

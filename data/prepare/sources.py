@@ -52,7 +52,7 @@ _JSON = tuple(".json" + packed for packed in _PACKED)
 
 
 class Source(Settings):
-    """Where documents come from: files, one after the other, unless `documents` is another."""
+    """Where documents come from: inputs, such as files, one after the other."""
 
     usual_val_fraction: ClassVar[float] = 0.05
     name: str
@@ -114,9 +114,7 @@ class Source(Settings):
         """Yield the items of one file; of a damaged one, those before the damage."""
         number = 0
         try:
-            if os.path.isdir(path):  # the inputs have only folders that cannot be read
-                raise Unreadable("unreadable folder")
-            if os.path.lexists(path) and not os.path.isfile(path):
+            if os.path.lexists(path) and not os.path.isfile(path) and not os.path.isdir(path):
                 raise Unreadable("not a regular file")
             for number, content in enumerate(self.read(path, count_bytes), start=1):
                 if content is not None:
@@ -552,7 +550,15 @@ class HubSource(RecordSource, defaults="data/hf"):
         return load_dataset_builder(builder, self.subset, data_files=files, revision=self.revision)
 
     def read(self, path: Path, count_bytes: CountBytes) -> Iterator[Any]:
-        """Yield the rows of a file, which is read alone: what others hold does not matter."""
+        """Yield the rows of a file, or of a split. Files are read alone: their columns may differ.
+
+        Raises:
+            UserError: the dataset, its subset or split does not exist, or it cannot be reached.
+        """
+        if not self._is_here:
+            with self._explained():
+                yield from map(self._read_row, self._stream())
+            return
         builder = self._open()
         builder.config.data_files = {"train": [os.path.abspath(path)]}
         builder.config.batch_size = 100  # of Parquet: its first row group may be empty
@@ -565,29 +571,6 @@ class HubSource(RecordSource, defaults="data/hf"):
                 raise
             raise Unreadable("damaged file", about=f" ({error})") from None
         count_bytes(_size(path))
-
-    def documents(
-        self,
-        names: Sequence[str],
-        count_bytes: CountBytes = lambda _: None,
-        after: Position | None = None,
-    ) -> Iterator[Raw]:
-        """Yield the rows of files, or stream a split.
-
-        After a position, the rows up to it are re-read and skipped: a stream cannot be entered in
-        the middle.
-
-        Raises:
-            UserError: the dataset, its subset or split does not exist, or it cannot be reached.
-        """
-        if self._is_here:
-            yield from super().documents(names, count_bytes, after)
-            return
-        first = after.number if after else 0
-        with self._explained():
-            for number, row in enumerate(self._stream().skip(first), start=first + 1):
-                content = self._read_row(row)
-                yield Raw(Position(self.path, number), content, _characters_in(content))
 
     def _stream(self) -> Any:
         """Open the split. The library itself retries lost connections."""
