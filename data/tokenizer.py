@@ -66,7 +66,18 @@ class HFConfig(Settings, defaults="tokenizer/hf"):
     """The tokenizer.json."""
 
 
-TokenizerConfig = Annotated[BytesConfig | GPT2Config | HFConfig, Field(discriminator="name")]
+class IdsConfig(Settings, defaults="tokenizer/ids"):
+    """Ids made elsewhere, of characters or of an unknown tokenizer."""
+
+    name: Literal["ids"]
+    path: Path | None
+    """A JSON list with the character of each id; null: they have no text."""
+    n_vocab: int | None = Field(gt=0, lt=2**24)
+    """Number of ids without text."""
+
+
+AnyConfig = BytesConfig | GPT2Config | HFConfig | IdsConfig
+TokenizerConfig = Annotated[AnyConfig, Field(discriminator="name")]
 
 
 class RankTokenizer(Tokenizer):
@@ -120,7 +131,36 @@ class RankTokenizer(Tokenizer):
             yield self.encoding.encode_to_numpy(chunk, disallowed_special=())
 
 
-def build_tokenizer(config: BytesConfig | GPT2Config | HFConfig) -> Tokenizer:
+class IdTokenizer(Tokenizer):
+    """Ids of single characters, or without text. The last is <|endoftext|>."""
+
+    name = "ids"
+
+    def __init__(self, characters: list[str]) -> None:
+        """`characters`: of each id; empty for ids without text."""
+        self._characters = characters
+        self.tokens = [*map(str.encode, characters), END_OF_TEXT.encode()]
+        self.eot_id = len(characters)
+
+    @property
+    def saved(self) -> JsonDict:
+        """The characters."""
+        return {"characters": self._characters}
+
+    def encode_arrays(self, text: str) -> Iterator[np.ndarray]:
+        """Yield the id of each character.
+
+        Raises:
+            UserError: one has no id.
+        """
+        id_of = {character: i for i, character in enumerate(self._characters)}
+        try:
+            yield np.array([id_of[character] for character in text], np.uint32)
+        except KeyError as error:
+            raise UserError(f"tokenizer=ids has no character {error}: leave it out") from None
+
+
+def build_tokenizer(config: AnyConfig) -> Tokenizer:
     """Build the tokenizer that `config` describes.
 
     Raises:
@@ -133,6 +173,12 @@ def build_tokenizer(config: BytesConfig | GPT2Config | HFConfig) -> Tokenizer:
         from data.tokenizer_json import read_hf_tokenizer
 
         return read_hf_tokenizer(config.path)
+    if isinstance(config, IdsConfig):
+        if config.path:
+            return load_tokenizer(config.path.resolve())
+        if config.n_vocab is None:
+            raise UserError("tokenizer=ids needs tokenizer.path=FILE or tokenizer.n_vocab=NUMBER")
+        return IdTokenizer([""] * config.n_vocab)
     ranks = read_rank_file(config.path) if config.path else _download_gpt2()
     return RankTokenizer("gpt2", ranks)
 
@@ -194,12 +240,18 @@ def _from_saved(raw: Any) -> Tokenizer:
         from data.tokenizer_json import HFTokenizer
 
         return HFTokenizer(raw)
+    if isinstance(raw, dict) and "characters" in raw:
+        return IdTokenizer(decode(_SavedIds, raw).characters)
     saved = decode(_Saved, raw)
     ranks = [base64.b64decode(token, validate=True) for token in saved.ranks]
     tokenizer = RankTokenizer(saved.name, ranks)
     if tokenizer.sha256 != saved.sha256:
         raise UserError(f"its ranks have sha256 {tokenizer.sha256}, not {saved.sha256[:64]!r}")
     return tokenizer
+
+
+class _SavedIds(Strict):
+    characters: list[str]
 
 
 class _Saved(Strict):

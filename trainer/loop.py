@@ -236,12 +236,12 @@ def _evaluate(run: Run, records: Records) -> bool:
     if loss.bytes:
         line["val_bits_per_byte"] = loss.bits_per_byte
         figures += f", {loss.bits_per_byte:.4f} bits/byte"
-    if text is not None:
+    if text:  # ids without text have none
         line["sample"] = text
     records.write(line)
     answers = " on answers" if config.data.loss == "answers" else ""
     say(f"step {step}: validation loss{answers} {figures}")
-    if text is not None:
+    if text:
         say(f"step {step} writes:\n  | " + text.replace("\n", "\n  | "))
     improved = run.state.best_val_loss is None or loss.per_token < run.state.best_val_loss
     if improved:

@@ -34,7 +34,7 @@ from data.prepare.spans import (
     write_spans,
     writing,
 )
-from data.prepare.tokens import TokenSource, val_inputs
+from data.prepare.tokens import TokenSource
 from data.shards import MANIFEST, TOKENIZER, Manifest, read_manifest
 from data.tokenizer import GPT2Config, HFConfig, TokenizerConfig, build_tokenizer
 from data.tokenizer_base import Tokenizer
@@ -63,7 +63,8 @@ class PrepareConfig(Settings, defaults="prepare"):
     val_fraction: float | None = Field(gt=0, lt=1)
     """The share of documents for the validation split.
 
-    null: 0.005 for the hub and for 100 MB or more of jsonl or tokens, else 0.05.
+    null: the files named for it; if there are none, 0.005 for the hub and for 100 MB or more of
+    jsonl, tokens or hf, else 0.05.
     """
     val_tokens: PositiveInt | None
     """In place of val_fraction: the documents with the first so many tokens are for validation."""
@@ -119,7 +120,7 @@ class PrepareConfig(Settings, defaults="prepare"):
             return {"val_tokens": self.val_tokens}
         if self.val_fraction:
             return {"val_fraction": self.val_fraction}
-        val_names = val_inputs(inputs) if isinstance(self.data, TokenSource) else []
+        val_names = self.data.val_inputs(inputs)
         if val_names:
             return {"val_inputs": val_names}
         size = sum(math.inf if n_bytes is None else n_bytes for n_bytes in inputs.values())
@@ -200,7 +201,7 @@ def _read(
     source = config.data
     if isinstance(source, TokenSource):
         source = source.ended_by(plan.tokenizer.eot_id)
-    raws = source.documents(track.advance, after)
+    raws = source.documents([*plan.prepared["input"]], track.advance, after)
     workers = config.workers or os.cpu_count() or 1
     is_start = after is None
     n_items = 0

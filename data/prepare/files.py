@@ -4,31 +4,41 @@ Files may be compressed, damaged, or not text. dataset.py decides what becomes o
 cannot be read (on_error).
 """
 
+import bz2
 import codecs
 import fnmatch
 import itertools
 import json
+import lzma
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import orjson
+import zstandard
 
 from common.files import open_file
 from common.settings import UserError
 from data.prepare.items import BINARY, LONG_WINDOW, NOT_JSON, NOT_UTF8, CountBytes, Unreadable
 
-COMPRESSED = (".gz", ".zst")
 LONGEST_LINE = 2**28
 _READ_BYTES = 2**20
 # Small, because a hostile archive can unpack to 30,000 times its size.
 _PACKED_BYTES = 4_096
 # Bytes of unpacked content at a time: few enough to split even if all are newlines.
 _CHUNK_BYTES = 2**21
+# What unpacks a frame of an archive, and the error of a damaged one. xz -9 needs 65 MB.
+_FORMATS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
+    ".gz": (lambda: zlib.decompressobj(wbits=31), zlib.error),
+    ".zst": (lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError),
+    ".xz": (lambda: lzma.LZMADecompressor(memlimit=2**27), lzma.LZMAError),
+    ".bz2": (bz2.BZ2Decompressor, OSError),
+}
+COMPRESSED = tuple(_FORMATS)
 # Control characters that no text or log has.
 _CONTROLS = bytes({*range(32), 127} - {*b"\b\t\n\v\f\r\x1a\x1b"})
 _FOLDERS = {  # by names in them
@@ -50,6 +60,24 @@ _FILES = {  # by the ends of their names
     ".csv": "CSV: use data=hf",
     ".tsv": "TSV: write it as CSV or JSON lines",
 }
+# Files of data, unlike programs, are named for the split that they hold.
+_DATA_FILE = r"\.(bin|npy|txt|raw|tokens|jsonl?|ndjson|csv|parquet|arrow)(\.(gz|zst|xz|bz2))?"
+VALIDATION = "val|valid|validation|dev"
+TEST = "test"
+
+
+def named_for(words: str, paths: Collection[str]) -> list[str]:
+    """Return the files named for a split, if there are others.
+
+    Examples are val.bin, wiki.val.txt, validation-00000-of-00002.parquet and validation/a.csv.
+    """
+    number = r"[-_.](part|shard)?[-_.]?\d[^/]*"
+    name = re.compile(
+        rf"((.*/)?({words})/.*|(.*[^a-z])?({words})({number})?){_DATA_FILE}", re.IGNORECASE
+    )
+    folder = os.path.commonpath([os.path.abspath(path) for path in paths]) if paths else ""
+    named = [path for path in paths if name.fullmatch(os.path.relpath(path, folder))]
+    return named if len(named) < len(paths) else []
 
 
 def matches(pattern: str, left_out: dict[str, str]) -> list[str]:
@@ -235,15 +263,9 @@ def _n_controls(content: bytes) -> int:
 def _content(path: Path, count_bytes: CountBytes) -> Iterator[bytes]:
     read = partial(_file_chunks, path, count_bytes)
     suffix = path.suffix.lower()
-    if suffix == ".zst":
-        from zstandard import ZstdDecompressor, ZstdError
-
-        return _decompressed(
-            read(_PACKED_BYTES), lambda: ZstdDecompressor().decompressobj(), ZstdError
-        )
-    if suffix == ".gz":
-        return _decompressed(read(_PACKED_BYTES), lambda: zlib.decompressobj(wbits=31), zlib.error)
-    return read(_READ_BYTES)
+    if suffix not in _FORMATS:
+        return read(_READ_BYTES)
+    return _decompressed(read(_PACKED_BYTES), *_FORMATS[suffix])
 
 
 def _file_chunks(path: Path, count_bytes: CountBytes, n_bytes: int) -> Iterator[bytes]:
@@ -258,7 +280,7 @@ def _decompressed(
 ) -> Iterator[bytes]:
     """Decompress an archive.
 
-    It may hold several frames (.zst) or members (.gz) in a row.
+    It may hold several frames or streams in a row.
     """
     frame = None
     for chunk in chunks:
@@ -268,7 +290,7 @@ def _decompressed(
             try:
                 content = frame.decompress(chunk)
             except broken as error:
-                is_long = "too much memory" in str(error)
+                is_long = re.search("too much memory|usage limit", str(error))
                 raise Unreadable(LONG_WINDOW if is_long else "corrupted archive") from None
             for start in range(0, len(content), _CHUNK_BYTES):
                 yield content[start : start + _CHUNK_BYTES]

@@ -10,6 +10,7 @@ from common.command_line import overrides
 from common.console import count, say, show_table, table_of, warn
 from common.files import make_directory, sync_directory, write_json
 from common.settings import UserError, printable
+from data.prepare.files import some_of
 from data.prepare.items import REMEDIES
 from data.prepare.spans import Plan, Span, number_of, remove, span_dir, unusable
 from data.shards import (
@@ -136,39 +137,24 @@ def _check(manifest: Manifest, plan: Plan, first_skipped: dict[str, str]) -> Non
     """Raise UserError unless there are documents to train on and to validate on."""
     n_val = manifest.splits["val"].total.documents
     n_documents = n_val + manifest.splits["train"].total.documents
-    if n_documents == 0:
-        raise _empty(manifest.skipped, first_skipped)
     if 0 < n_val < n_documents:
         return
     documents = count(n_documents, "document")
-    if n_documents == 1:
+    reasons = Counter(manifest.skipped).most_common()
+    if reasons and n_documents <= sum(manifest.skipped.values()):
+        why = ", ".join(f"{n:,} x {reason}, first {first_skipped[reason]}" for reason, n in reasons)
+        remedy = REMEDIES.get(reasons[0][0], "correct them, or check data.path")
+        raise UserError(f"{why}: {remedy}; {documents} left to train and to validate on")
+    if n_documents < 2:
         raise UserError(f"{documents} is too few to train and to validate on: add documents")
-    if plan.val_tokens:
-        raise UserError(
-            f"all {documents} begin within val_tokens={plan.val_tokens}: none is left to train on: "
-            "give a smaller val_tokens"
-        )
+    rules = ("val_tokens", "val_fraction", "val_inputs")
+    rule = next(f"{key}={plan.prepared[key]}" for key in rules if key in plan.prepared)
     empty = "train" if n_val else "val"
-    if plan.val_inputs:
-        raise UserError(
-            f"none of {documents} went to '{empty}': files with val in their names are for "
-            f"validation ({manifest.skipped}): check them, or give val_fraction to split all"
-        )
     change = "smaller" if n_val else "larger"
     raise UserError(
-        f"none of {documents} went to '{empty}' with val_fraction={plan.val_fraction}: "
-        f"give a {change} val_fraction, or add documents with other texts"
+        f"none of {documents} went to '{empty}' with {rule} (skipped: {manifest.skipped}): "
+        f"give a {change} val_fraction or val_tokens, or add documents with other texts"
     )
-
-
-def _empty(skipped: dict[str, int], first_skipped: dict[str, str]) -> UserError:
-    """Build the error for a corpus without documents."""
-    reasons = Counter(skipped).most_common()
-    if not reasons:
-        return UserError("the corpus is empty (it has no documents): check data.path")
-    why = ", ".join(f"{n:,} x {reason}, first {first_skipped[reason]}" for reason, n in reasons)
-    remedy = REMEDIES.get(reasons[0][0], "correct them, or check data.path")
-    return UserError(f"the corpus is empty ({why}): {remedy}")
 
 
 def _summarize(out_dir: Path, manifest: Manifest, first_skipped: dict[str, str]) -> None:
@@ -178,10 +164,7 @@ def _summarize(out_dir: Path, manifest: Manifest, first_skipped: dict[str, str])
         say(f"skipped {n:,} x {reason} (first: {first_skipped[reason]}){remedy}")
     val_inputs = manifest.prepared.get("val_inputs")
     if val_inputs:
-        say(
-            f"for validation: {len(val_inputs):,} of {len(manifest.inputs):,} files, "
-            "those with val in their names"
-        )
+        say(f"for validation: {some_of(val_inputs)}; val_fraction splits all texts instead")
     n_val_tokens = manifest.splits["val"].total.tokens
     if n_val_tokens < _FEW:
         warn(

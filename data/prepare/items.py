@@ -34,30 +34,31 @@ NO_TEXT = "missing text"
 """The reason for a document without its text_field."""
 NO_CONVERSATION = "no conversation"
 NOT_JSON = "malformed JSON"
+OTHER_JSON = "JSON without the text_field"
 NOT_UTF8 = "invalid UTF-8"
 BINARY = "binary data"
 ARRAY = "JSON array"
 NO_HEADER = "ids without a header"
 OUT_OF_RANGE = "id out of range"
 LONG_LINE = "line too long"
-LONG_WINDOW = "zstd window above 128 MB"
+LONG_WINDOW = "archive whose window is above 128 MB"
 REMEDIES = {
     NO_TEXT: "give the key that holds their text",
     NO_CONVERSATION: 'give data.text_field=KEY of its messages, or write {"messages": [{"role": '
     '"user", "content": "Hello"}, ...]}, {"conversations": [{"from": "human", "value": "Hello"}, '
     '...]}, or {"instruction": "Say hello", "input": "", "output": "Hello"}',
     NOT_JSON: "write one JSON object a line, or read plain text with data=text, CSV with data=hf",
+    OTHER_JSON: "give the key of their text as data.text_field, or leave them out",
     NOT_UTF8: "convert it with iconv -f ENCODING -t utf-8, where ENCODING is the one it was "
     "written in, such as cp1252 or utf-16",
     BINARY: "unpack archives, extract the text of PDF files, convert UTF-16 with iconv -f utf-16 "
     "-t utf-8, read Parquet with data=hf and token ids with data=tokens",
     NO_ROLE: 'write each as {"role": "user", "content": "Hello"}',
-    ARRAY: "write one object a line, or use data=hf data.path=json data.data_files=FILE "
-    "data.text_field=KEY",
+    ARRAY: "write one object a line, or use data=hf data.path=FILE data.text_field=KEY",
     NO_HEADER: "give their type, such as data.dtype=uint16 for nanoGPT's",
-    OUT_OF_RANGE: "give the tokenizer and the data.dtype that made the ids",
+    OUT_OF_RANGE: "give the tokenizer and the data.dtype that made the ids, or tokenizer=ids",
     LONG_LINE: "write one object a line, as jq -c '.[]' does",
-    LONG_WINDOW: "decompress the archive with zstd -d --long=31",
+    LONG_WINDOW: "decompress it with zstd -d --long=31, or xz -d",
 }
 
 

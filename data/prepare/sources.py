@@ -4,11 +4,12 @@ The source's `parse` turns a raw item into a document; it runs in a worker proce
 a class here with its `name`, its place in `SourceConfig` (dataset.py), and a YAML in configs/data.
 """
 
+import contextlib
 import json
 import os
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -17,13 +18,24 @@ import numpy as np
 from common.console import say
 from common.settings import JsonDict, PathText, Settings, UserError
 from data.chat import parse_message
-from data.prepare.files import matches, parse_line, read_lines, read_text, some_of
+from data.prepare.files import (
+    COMPRESSED,
+    TEST,
+    VALIDATION,
+    matches,
+    named_for,
+    parse_line,
+    read_lines,
+    read_text,
+    some_of,
+)
 from data.prepare.items import (
     ARRAY,
     LONG_LINE,
     NO_CONVERSATION,
     NO_TEXT,
     NOT_JSON,
+    OTHER_JSON,
     CountBytes,
     Document,
     Position,
@@ -34,12 +46,13 @@ from data.prepare.items import (
 _DATASET_FILE = re.compile(
     r"\.(parquet|arrow|csv|json)l?((?<=csv)\.(gz|bz2|xz|zst))?$", re.IGNORECASE
 )
-JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst")
-_JSON = (".json", ".json.gz", ".json.zst")
+_PACKED = ("", *COMPRESSED)
+JSON_LINES = tuple(kind + packed for kind in (".jsonl", ".ndjson") for packed in _PACKED)
+_JSON = tuple(".json" + packed for packed in _PACKED)
 
 
 class Source(Settings):
-    """Where documents come from."""
+    """Where documents come from: inputs, such as files, one after the other."""
 
     usual_val_fraction: ClassVar[float] = 0.05
     name: str
@@ -49,6 +62,73 @@ class Source(Settings):
     def is_chat(self) -> bool:
         """Whether its documents are conversations, for which the tokenizer needs markers."""
         return False
+
+    def inputs(self) -> dict[str, int | None]:
+        """Return the names of all inputs in reading order, with their sizes in bytes.
+
+        None: the size is not known.
+        """
+        raise NotImplementedError
+
+    def val_inputs(self, names: Collection[str]) -> list[str]:
+        """Return the inputs, of these, that are for validation; empty: another rule decides."""
+        return named_for(VALIDATION, names)
+
+    def path_of(self, name: str) -> Path:
+        """Return the file with a name in `inputs`."""
+        return Path(name)
+
+    def read(self, path: Path, count_bytes: CountBytes) -> Iterator[Any]:
+        """Yield the contents of the numbered items of a file, such as its lines.
+
+        None for a number without an item, such as a blank line. Here the whole text is the only
+        item.
+
+        Raises:
+            OSError, Unreadable: the file cannot be read any further.
+        """
+        yield "".join(read_text(path, count_bytes))
+
+    def documents(
+        self,
+        names: Sequence[str],
+        count_bytes: CountBytes = lambda _: None,
+        after: Position | None = None,
+    ) -> Iterator[Raw]:
+        """Yield the items of inputs in order, or those after a position.
+
+        An unreadable item is one too. Files before `after` are not opened. The file of `after` is
+        read from its start.
+        """
+        start = names.index(after.input) if after else 0
+        count_bytes(sum(_size(self.path_of(name)) for name in names[:start]))
+        for name in names[start:]:
+            last_number = 0
+            if after and name == after.input:
+                last_number = after.number
+            for raw in self._items(name, self.path_of(name), count_bytes):
+                if raw.position.number > last_number:
+                    yield raw
+
+    def _items(self, name: str, path: Path, count_bytes: CountBytes) -> Iterator[Raw]:
+        """Yield the items of one file; of a damaged one, those before the damage."""
+        number = 0
+        try:
+            if os.path.lexists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+                raise Unreadable("not a regular file")
+            for number, content in enumerate(self.read(path, count_bytes), start=1):
+                if content is not None:
+                    yield Raw(Position(name, number), content, _characters_in(content))
+            if number == 0:
+                raise Unreadable("empty file")
+        except Unreadable as error:
+            yield Raw(Position(name, number + error.line), error, 0)
+        except OSError as error:
+            if number:  # the file is readable: a failing disk must not cost the rest of it
+                raise UserError(
+                    f"{path} can't be read after line {number} ({error.strerror}): try again"
+                ) from None
+            yield Raw(Position(name, 1), Unreadable("unreadable file"), 0)
 
     def parse(self, raw: Raw) -> Document:
         """Turn an item of `documents` into a document.
@@ -114,74 +194,6 @@ def _set_of(fields: JsonDict) -> str | None:
     return name if isinstance(name, str) and name.isprintable() and name else None
 
 
-class FileSource(Source):
-    """A source that reads files, one after the other."""
-
-    def inputs(self) -> dict[str, int | None]:
-        """Return the names of all inputs in reading order, with their sizes in bytes.
-
-        None: the size is not known.
-        """
-        raise NotImplementedError
-
-    def path_of(self, name: str) -> Path:
-        """Return the file with a name in `inputs`."""
-        return Path(name)
-
-    def read(self, path: Path, count_bytes: CountBytes) -> Iterator[Any]:
-        """Yield the contents of the numbered items of a file, such as its lines.
-
-        None for a number without an item, such as a blank line. Here the whole text is the only
-        item.
-
-        Raises:
-            OSError, Unreadable: the file cannot be read any further.
-        """
-        yield "".join(read_text(path, count_bytes))
-
-    def documents(
-        self, count_bytes: CountBytes = lambda _: None, after: Position | None = None
-    ) -> Iterator[Raw]:
-        """Yield the items of all inputs in order, or those after a position.
-
-        An unreadable item is one too. Files before `after` are not opened. The file of `after` is
-        read from its start.
-        """
-        names = list(self.inputs())
-        start = names.index(after.input) if after else 0
-        count_bytes(sum(_size(self.path_of(name)) for name in names[:start]))
-        for name in names[start:]:
-            last_number = 0
-            if after and name == after.input:
-                last_number = after.number
-            for raw in self._items(name, self.path_of(name), count_bytes):
-                if raw.position.number > last_number:
-                    yield raw
-
-    def _items(self, name: str, path: Path, count_bytes: CountBytes) -> Iterator[Raw]:
-        """Yield the items of one file; of a damaged one, those before the damage."""
-        number = 0
-        try:
-            if os.path.isdir(path):  # the inputs have only folders that cannot be read
-                raise Unreadable("unreadable folder")
-            if os.path.lexists(path) and not os.path.isfile(path):
-                raise Unreadable("not a regular file")
-            for number, content in enumerate(self.read(path, count_bytes), start=1):
-                if content is not None:
-                    size = 0 if isinstance(content, Unreadable) else len(content)
-                    yield Raw(Position(name, number), content, size)
-            if number == 0:
-                raise Unreadable("empty file")
-        except Unreadable as error:
-            yield Raw(Position(name, number + error.line), error, 0)
-        except OSError as error:
-            if number:  # the file is readable: a failing disk must not cost the rest of it
-                raise UserError(
-                    f"{path} can't be read after line {number} ({error.strerror}): try again"
-                ) from None
-            yield Raw(Position(name, 1), Unreadable("unreadable file"), 0)
-
-
 def _conversation(messages: Any) -> list[tuple[str, str]]:
     """Return (role, text) of each message of a conversation to learn from. Raises Unreadable."""
     if not isinstance(messages, list):
@@ -232,11 +244,18 @@ def _unread_keys(record: JsonDict, messages: list[Any]) -> tuple[str, ...]:
     return tuple(sorted(keys))
 
 
+def _characters_in(content: Any) -> int:
+    """Return about how many characters an item has."""
+    if isinstance(content, dict):
+        return sum(len(str(value)) for value in content.values())
+    return 0 if isinstance(content, Unreadable) else len(content)
+
+
 def _size(path: Path) -> int:
     return os.path.getsize(path) if os.path.isfile(path) else 0
 
 
-class StdlibSource(FileSource):
+class StdlibSource(Source):
     """The Python sources of the interpreter's standard library: text that every machine has."""
 
     name: Literal["stdlib"]
@@ -259,7 +278,7 @@ class StdlibSource(FileSource):
         return Path(sysconfig.get_path("stdlib")) / name
 
 
-class NamedFiles(FileSource):
+class NamedFiles(Source):
     """A source of files that the user names."""
 
     suffixes: ClassVar[tuple[str, ...]] = ("",)
@@ -292,13 +311,14 @@ class NamedFiles(FileSource):
         """Return the files that a pattern names, and print what is left out."""
         left_out: dict[str, str] = {}
         files = matches(pattern, left_out)
-        if os.path.isdir(pattern):
-            files = [
-                file
-                for file in files
-                if file.lower().endswith(self.suffixes) or os.path.isdir(file)
-            ]
-        listed = some_of([f"{path} ({kind})" for path, kind in left_out.items()])
+        for file in files if os.path.isdir(pattern) else []:
+            if not file.lower().endswith(self.suffixes) and not os.path.isdir(file):
+                left_out[file] = f"not of data={self.name}"
+        files = [file for file in files if file not in left_out]
+        if not os.path.isfile(pattern):
+            left_out |= dict.fromkeys(named_for(TEST, files), "test split")
+            files = [file for file in files if file not in left_out]
+        listed = _listed(left_out)
         if not files:
             reason = f"data.path={pattern} matches no file that data={self.name} reads"
             if listed:
@@ -307,6 +327,14 @@ class NamedFiles(FileSource):
         if listed:
             say(f"left out of data.path={pattern}: {listed}")
         return files
+
+
+def _listed(left_out: dict[str, str]) -> str:
+    """Return the first of the files of each kind, and how many more there are."""
+    of_kind: dict[str, list[str]] = {}
+    for path, kind in left_out.items():
+        of_kind.setdefault(kind, []).append(path)
+    return "; ".join(f"{some_of(paths)} ({kind})" for kind, paths in of_kind.items())
 
 
 class LineFiles(RecordSource, NamedFiles):
@@ -332,11 +360,21 @@ class TextSource(LineFiles, defaults="data/text"):
     def read(self, path: Path, count_bytes: CountBytes) -> Iterator[Any]:
         """Yield the file as one document, or a long one as several, to be split by their hashes."""
         if path.name.lower().endswith((*JSON_LINES, *_JSON)):
+            self._check_first(path)
             yield from super().read(path, count_bytes)
             return
         for _ in read_text(path, lambda _: None):
             pass  # an error refuses the whole file
         yield from passages(read_text(path, count_bytes))
+
+    def _check_first(self, path: Path) -> None:
+        """Raise Unreadable if the first line has no text, as in a log or in settings."""
+        try:
+            record = parse_line(_first_line(path) or b"[]")
+        except Unreadable:
+            record = {}
+        if isinstance(record, dict) and self.text_field not in record:
+            raise self._lacking(OTHER_JSON, record)
 
 
 class JsonlSource(LineFiles, defaults="data/jsonl"):
@@ -362,9 +400,7 @@ class ChatSource(LineFiles, defaults="data/chat"):
 
     def read(self, path: Path, count_bytes: CountBytes) -> Iterator[Any]:
         """Yield the lines of a file, or the items of the array that it is."""
-        lines = read_lines(path, lambda _: None)
-        head = next((line for line in lines if line is None or line.strip()), None)
-        if not _begins_array(head):
+        if not _begins_array(_first_line(path)):
             yield from super().read(path, count_bytes)
             return
         array = bytearray()
@@ -377,6 +413,12 @@ class ChatSource(LineFiles, defaults="data/chat"):
             raise Unreadable(NOT_JSON)
         for record in records:
             yield json.dumps(record).encode()  # a line, as other files have
+
+
+def _first_line(path: Path) -> bytes | bytearray | None:
+    """Return the first line that is not blank; None: there is none, or it is too long."""
+    lines = read_lines(path, lambda _: None)
+    return next((line for line in lines if line is None or line.strip()), None)
 
 
 def _begins_array(line: bytes | bytearray | None) -> bool:
@@ -429,84 +471,146 @@ class HubSource(RecordSource, defaults="data/hf"):
         return self.chat or self.text_field in ("messages", "conversations", "completion")
 
     def inputs(self) -> dict[str, int | None]:
-        """Return the dataset as one input.
+        """Return the files that are here, or a dataset as one input. What is left out is printed.
 
         Raises:
-            UserError: it is a file here that only another source reads.
+            UserError: it is a file here that only another source reads, or cannot be opened.
         """
-        is_dataset = os.path.isdir(self.path) or _DATASET_FILE.search(self.path)
-        is_here = os.path.exists(self.path) or re.search(r"[*?[]|^-$", self.path)
-        if is_here and not is_dataset:
+        if not self._is_here:
+            return {self.path: None}
+        splits = self._files()
+        used = splits.pop(self.split or "train")
+        if self.split is None:
+            used += splits.pop("validation", [])
+            splits.setdefault("test", named_for(TEST, used))
+            used = [file for file in used if file not in splits["test"]]
+        left_out = {file: f"{name} split" for name, files in splits.items() for file in files}
+        read = {*used, os.path.join(self.path, "README.md")}
+        for file in self._given().values():
+            if file not in read:
+                left_out.setdefault(file, "not of data=hf")
+        if left_out:
+            say(f"left out of data.path={self.path}: {_listed(left_out)}")
+        return {file: _size(Path(file)) for file in used}
+
+    def val_inputs(self, names: Collection[str]) -> list[str]:
+        """Return the files of the validation split, unless one split is all that is read."""
+        if self.split or not self._is_here:
+            return []
+        return self._files().get("validation") or super().val_inputs(names)
+
+    @property
+    def _is_here(self) -> bool:
+        """Whether it is files of this machine. Raises UserError if only other sources read them."""
+        folder = Path(self.path)
+        if folder.is_dir():
+            return not any((folder / name).exists() for name in _SAVED)
+        if _DATASET_FILE.search(self.path):
+            return True
+        if folder.exists() or re.search(r"[*?[]|^-$", self.path):
             raise UserError(
                 f"data.path={self.path}: data=hf reads .parquet, .arrow, .csv and .json files "
-                f"here; for this one, give data={_source_for(self.path)}"
+                "here; give data=text, jsonl or tokens for others"
             )
-        return {self.path: None}
+        return False
 
-    def documents(
-        self, count_bytes: CountBytes = lambda _: None, after: Position | None = None
-    ) -> Iterator[Raw]:
-        """Stream the split.
-
-        After a position, the rows up to it are re-read and skipped: a stream cannot be entered in
-        the middle.
+    def _files(self) -> dict[str, list[str]]:
+        """Return the files of each split, as the library finds them.
 
         Raises:
-            UserError: the dataset, its subset or split does not exist, it cannot be reached, or it
-                has broken files.
+            UserError: they cannot be found, or `split` is none of the splits.
         """
-        number = after.number if after else 0
-        rows = None
-        try:
-            rows = self._open(number)
-            for row in rows:
-                number += 1
-                read = row.keys() if self.is_chat else (self.text_field, "meta")
-                # The other columns are kept by name, for the message of a missing text.
-                content = {key: row[key] if key in read else None for key in row}
-                text = str(content) if self.is_chat else content.get(self.text_field)
-                size = len(text) if isinstance(text, str | list) else 0
-                yield Raw(Position(self.path, number), content, size)
-        except Exception as error:
-            if not _is_library_error(error):
-                raise
-            if rows is None:
-                raise UserError(
-                    f"data.path={self.path} cannot be opened ({error}): {_CHECK}"
-                ) from None
-            raise UserError(
-                f"data.path={self.path} fails at row {number + 1} ({error}): {_ADVICE}"
-            ) from None
+        given = self._given()
+        files = {}
+        with self._explained():
+            for split, paths in (self._open().config.data_files or {}).items():
+                files[split] = [given.get(os.path.realpath(path), path) for path in paths]
+            _check_split(self.split, files)
+        return files
 
-    def _open(self, first: int) -> Any:
-        """Open the stream after its first rows. The library itself retries lost connections."""
-        from datasets import DatasetDict, load_dataset, load_from_disk
-        from huggingface_hub.utils import logging
+    def _given(self) -> dict[str, str]:
+        """Return the files here, as `path` names them, by their real paths."""
+        other_kinds: dict[str, str] = {}
+        paths = [*matches(self.path, other_kinds), *other_kinds]
+        return {os.path.realpath(path): path for path in paths}
 
-        logging.set_verbosity_error()  # else it announces each of its retries for some 20 seconds
-        split = self.split or "train"
-        folder = Path(self.path)
-        if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
-            saved = load_from_disk(self.path)
-            if isinstance(saved, DatasetDict):
-                if split not in saved:
-                    raise ValueError(f"Bad split: {split}. Available splits: {[*saved]}")
-                saved = saved[split]
-            return saved.skip(first)
+    def _open(self) -> Any:
+        """Return the library's builder for the dataset."""
+        from datasets import load_dataset_builder, logging
+        from huggingface_hub.utils import logging as hub_logging
+
+        logging.set_verbosity(logging.CRITICAL)
+        hub_logging.set_verbosity_error()  # else it announces each retry for some 20 seconds
         builder = self.path
         files = self.data_files
         suffix = _DATASET_FILE.search(self.path)
         if suffix:
             builder = suffix[1].lower()
             files = self.path
-        settings = {"name": self.subset, "split": split, "revision": self.revision}
-        return load_dataset(builder, data_files=files, **settings, streaming=True).skip(first)
+        return load_dataset_builder(builder, self.subset, data_files=files, revision=self.revision)
+
+    def read(self, path: Path, count_bytes: CountBytes) -> Iterator[Any]:
+        """Yield the rows of a file, or of a split. Files are read alone: their columns may differ.
+
+        Raises:
+            UserError: the dataset, its subset or split does not exist, or it cannot be reached.
+        """
+        if not self._is_here:
+            with self._explained():
+                yield from map(self._read_row, self._stream())
+            return
+        builder = self._open()
+        builder.config.data_files = {"train": [os.path.abspath(path)]}
+        builder.config.batch_size = 100  # of Parquet: its first row group may be empty
+        builder.info.features = None
+        try:
+            if _size(path):
+                yield from map(self._read_row, builder.as_streaming_dataset("train"))
+        except Exception as error:
+            if not _is_library_error(error):
+                raise
+            raise Unreadable("damaged file", about=f" ({error})") from None
+        count_bytes(_size(path))
+
+    def _stream(self) -> Any:
+        """Open the split. The library itself retries lost connections."""
+        if not Path(self.path).is_dir():
+            return self._open().as_streaming_dataset(self.split or "train")
+        from datasets import DatasetDict, load_from_disk
+
+        saved = load_from_disk(self.path)
+        if isinstance(saved, DatasetDict):
+            _check_split(self.split, saved)
+            saved = saved[self.split or "train"]
+        return saved
+
+    def _read_row(self, row: JsonDict) -> JsonDict:
+        """Return a row with what is read; other columns are kept by name, to name them."""
+        read = row.keys() if self.is_chat else (self.text_field, "meta")
+        return {key: row[key] if key in read else None for key in row}
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise the library's errors as UserError."""
+        try:
+            yield
+        except Exception as error:
+            if not _is_library_error(error):
+                raise
+            raise UserError(f"data.path={self.path} cannot be read ({error}): {_ADVICE}") from None
 
 
-_CHECK = "check the network, data.path, data.subset, data.split and data.revision"
+def _check_split(split: str | None, splits: Collection[str]) -> None:
+    """Raise ValueError, as the library does, for a split that is not there."""
+    if (split or "train") not in splits:
+        raise ValueError(f"Bad split: {split or 'train'}. Available splits: {[*splits]}")
+
+
+_SAVED = ("dataset_dict.json", "state.json")
 _ADVICE = (
-    "repeat the command, it continues from what is written; or copy the files to this machine and "
-    "give data.path=FOLDER, if they are JSON lines with data=jsonl"
+    "check the network, data.path, data.subset, data.split and data.revision, and repeat the "
+    "command: it continues from what is written; or copy the files to this machine and give "
+    "data.path=FOLDER, if they are JSON lines with data=jsonl"
 )
 _HTTP_CLIENTS = {"aiohttp", "httpcore", "httpcore2", "httpx", "httpx2"}
 
@@ -588,11 +692,3 @@ def _messages(record: JsonDict, text_field: str) -> Any:
         {"role": "user", "content": question},
         {"role": "assistant", "content": answer},
     ]
-
-
-def _source_for(path: str) -> str:
-    """Return the name of the source that reads a file, by the file's name."""
-    name = path.lower()
-    if re.search(r"\.(jsonl|ndjson)(\.\w+)?$", name):
-        return "jsonl"
-    return "tokens" if name.endswith((".bin", ".npy")) else "text"

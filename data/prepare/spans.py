@@ -232,10 +232,9 @@ def write_spans(folder: Path, plan: Plan, spans: list[Span], items: Iterator[Ite
     by_position: Iterator[list[Item]] = (
         list(items_there) for _, items_there in itertools.groupby(items, lambda item: item.position)
     )
-    val_fraction = plan.val_fraction
-    if not spans and val_fraction > 0:
-        val_fraction, by_position = _enough_to_validate(plan, by_position)
-    is_val = _validation_rule(plan, val_fraction)
+    is_val = _validation_rule(plan)
+    if not spans and plan.val_fraction > 0:
+        is_val, by_position = _enough_to_validate(plan, by_position)
     while not is_whole(spans):
         target = span_dir(folder, len(spans))
         directory = target.with_name(target.name + ".tmp")
@@ -255,36 +254,41 @@ def write_spans(folder: Path, plan: Plan, spans: list[Span], items: Iterator[Ite
 
 def _enough_to_validate(
     plan: Plan, by_position: Iterator[list[Item]]
-) -> tuple[float, Iterator[list[Item]]]:
-    """Raise val_fraction if no document of a small corpus would be for validation.
+) -> tuple[ValidationRule, Iterator[list[Item]]]:
+    """Choose at least one document of a small corpus for validation, and none that is most of it.
 
-    A corpus is small if it is one span of few documents.
+    A corpus is small if it is one span of few documents. Its documents of more than val_fraction
+    of all tokens are for training, unless all are so long.
 
     Returns:
-        val_fraction, and all items from the first.
+        The rule for all documents, and all items from the first.
     """
     start: list[list[Item]] = []
+    hashes: list[tuple[int, float]] = []
     n_tokens = 0
-    lowest = 1.0
     for items in by_position:
         start.append(items)
         for item in items:
             if isinstance(item, Encoded):
                 n_tokens += item.ids.size
-                lowest = min(lowest, item.split_hash)
+                hashes.append((item.ids.size, item.split_hash))
         if len(start) == _FEW_DOCUMENTS or n_tokens >= plan.shard_tokens:
-            return plan.val_fraction, itertools.chain(start, by_position)
-    return max(plan.val_fraction, math.nextafter(lowest, 2.0)), iter(start)
+            return _validation_rule(plan), itertools.chain(start, by_position)
+    shortest = min((size for size, _ in hashes), default=0)
+    longest = max(plan.val_fraction * n_tokens, shortest)
+    lowest = min((split_hash for size, split_hash in hashes if size <= longest), default=0)
+    below = max(plan.val_fraction, math.nextafter(lowest, 2.0))
+    return lambda item, _: item.ids.size <= longest and item.split_hash < below, iter(start)
 
 
-def _validation_rule(plan: Plan, val_fraction: float) -> ValidationRule:
-    """Return the rule of the plan, with this val_fraction."""
+def _validation_rule(plan: Plan) -> ValidationRule:
+    """Return the rule of the plan."""
     if plan.val_tokens:
         return lambda item, n_before: n_before < plan.val_tokens
     if plan.val_inputs:
         val_inputs = set(plan.val_inputs)
         return lambda item, n_before: item.position.input in val_inputs
-    return lambda item, n_before: item.split_hash < val_fraction
+    return lambda item, n_before: item.split_hash < plan.val_fraction
 
 
 def _write_span(

@@ -5,8 +5,7 @@ number of ids), then the ids; modded-nanogpt writes the same with the magic of G
 train.bin and val.bin have no header.
 """
 
-import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -21,13 +20,6 @@ _FORMATS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 _MAGICS = {*(magic for magic, _ in _FORMATS), 20240522}  # the last: llm.c's evaluation files
 # Ids of a document. A stream without end is cut, so that little of it is in memory.
 _LONGEST = 2**22
-_VALIDATION = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])")  # in the name of a file
-
-
-def val_inputs(names: Collection[str]) -> list[str]:
-    """Return the validation shards, if there are others: those with "val" in their file's name."""
-    validation = [name for name in names if _VALIDATION.search(Path(name).name.lower())]
-    return validation if len(validation) < len(names) else []
 
 
 class TokenSource(NamedFiles, defaults="data/tokens"):

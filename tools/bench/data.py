@@ -49,7 +49,7 @@ def encode_alone(config: PrepareConfig) -> tuple[float, int]:
     tokenizer = build_tokenizer(config.tokenizer)
     n_bytes = 0
     seconds = 0.0
-    for raw in config.data.documents():
+    for raw in config.data.documents([*config.data.inputs()]):
         text = config.data.parse(raw).content
         if not isinstance(text, str):
             raise UserError(f"data={config.data.name} has no texts: give a source of texts")

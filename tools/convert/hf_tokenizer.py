@@ -5,7 +5,7 @@ from pathlib import Path
 
 from common.settings import JsonDict
 from data.chat import MARKERS, ChatTokenizer
-from data.tokenizer import BytesConfig, RankTokenizer, build_tokenizer
+from data.tokenizer import BytesConfig, IdTokenizer, RankTokenizer, build_tokenizer
 from data.tokenizer_base import Tokenizer, byte_characters
 
 _HERE = Path(__file__).parent
@@ -25,12 +25,14 @@ def tokenizer_files(tokenizer: Tokenizer, max_len: int | None) -> JsonDict:
     The ids are ours, except that Hugging Face reads the characters <|endoftext|>, or of a marker,
     as that token. As in tiktoken, a word that is a token is never split (ignore_merges). Padding is
     on the left, so that prompts of several lengths can be continued together. A vocabulary that
-    came as a tokenizer.json stays as it is; a chat model adds its markers.
+    came as a tokenizer.json stays as it is; a chat model adds its markers. tokenizer=ids has none.
 
     Args:
         max_len: the model's maximum number of tokens; None: no limit.
     """
     inner = tokenizer.inner if isinstance(tokenizer, ChatTokenizer) else tokenizer
+    if isinstance(inner, IdTokenizer):
+        return {}
     vocabulary = json.loads((_HERE / _VOCABULARY).read_text(encoding="utf-8"))
     settings = json.loads((_HERE / _SETTINGS).read_text(encoding="utf-8"))
     (special,) = vocabulary["added_tokens"]

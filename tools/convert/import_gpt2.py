@@ -74,7 +74,8 @@ def read_gpt2(folder: Path) -> tuple[GPT, Tokenizer]:
         if file_size(path) is None:
             raise UserError(
                 f"{folder} has no {name}: load model and tokenizer with transformers, and "
-                "save_pretrained(FOLDER) both"
+                "save_pretrained(FOLDER) both, with max_shard_size='100GB' if the model is in "
+                "several files"
             )
     try:
         config = read_gpt2_config(read_json(paths["config.json"], limit=2**20))

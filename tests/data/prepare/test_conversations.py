@@ -103,7 +103,7 @@ def test_the_hub_s_columns_give_the_same_conversations(chat, tmp_path, text_fiel
             r"no conversation in 5 of .*chat.jsonl:1 with 'text'\): give data.text_field=KEY .*messages.*"
             r"conversations.*from.*human.*instruction.*output",
         ),
-        ([{"messages": [{"who": "human", "value": "a"}]}], {}, 'chat.jsonl:1\\): write each as {"role": "user", "c'),
+        ([{"messages": [{"who": "human", "value": "a"}]}], {}, 'chat.jsonl:1: write each as {"role": "user", "c'),
     ],
 )
 def test_what_cannot_be_prepared_is_one_line(chat, records, changes, message):

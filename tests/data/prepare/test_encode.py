@@ -14,7 +14,7 @@ import zstandard
 import data.prepare.encode
 from common.settings import UserError
 from data.prepare.encode import Encoded, Skipped, encode_all
-from data.prepare.sources import FileSource, JsonlSource
+from data.prepare.sources import JsonlSource, Source
 from data.tokenizer import BytesConfig, build_tokenizer, save_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,7 +47,8 @@ def encode(tokenizer_file, monkeypatch):
     monkeypatch.setattr(data.prepare.encode, "_BATCH_CHARACTERS", 50)
 
     def run(source, workers=1, **options):
-        return list(encode_all(source, source.documents(**options), tokenizer_file, workers))
+        names = [*source.inputs()]
+        return list(encode_all(source, source.documents(names, **options), tokenizer_file, workers))
 
     return run
 
@@ -138,7 +139,7 @@ def test_workers_give_what_one_process_gives(tmp_path, mixed_files, encode, monk
     assert [*map(len, alone[-4:])] == [1, 1, 1, 1]
 
 
-class Deadly(FileSource):
+class Deadly(Source):
     """Kills a worker process that parses it."""
 
     name: str = "deadly"

@@ -1,12 +1,19 @@
 """Which files are read: those that a path names, and nothing that we or others wrote for another purpose."""
 
+import json
+import lzma
 import os
 from pathlib import Path
 
+import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
+from test_prepare import texts
 
 from common.settings import UserError
-from data.prepare.files import matches
+from data.prepare.dataset import prepare
+from data.prepare.files import TEST, VALIDATION, matches, named_for
 from data.prepare.items import Unreadable
 from data.prepare.sources import TextSource
 from data.prepare.tokens import TokenSource
@@ -28,6 +35,7 @@ NOT_TEXT = {  # folders and files that are left out, by what is in them
     "b.ARROW": None,
     "c.csv": None,
 }
+SPLITS = ["train", "validation", "test"]
 
 
 @pytest.fixture
@@ -43,6 +51,78 @@ def folder(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.mark.parametrize(
+    ("source", "layout"),
+    [
+        ("jsonl", "{}.jsonl"),
+        ("jsonl", "{}/part-0.jsonl.xz"),
+        ("text", "wiki.{}.txt"),
+        ("text", "data/{}/1.txt"),
+        ("hf", "{}.csv"),
+        ("hf", "data/{}-00000-of-00001.parquet"),
+        ("tokens", "corpus_{}_000000.bin"),
+    ],
+)
+def test_files_that_are_named_for_a_split_are_that_split(config, tmp_path, capsys, source, layout):
+    folder = tmp_path / "in"
+    for split in SPLITS:
+        write_documents(folder / layout.format(split), [f"{split} {i}" for i in range(5)])
+    data = {"name": source, "path": str(folder)} | ({"dtype": "uint16"} if source == "tokens" else {})
+    manifest = prepare(config(data=data, val_fraction=None))
+    assert {text.split()[0] for text in texts(tmp_path / "out", "train")} == {"train"}
+    assert {text.split()[0] for text in texts(tmp_path / "out", "val")} == {"validation"}
+    assert manifest.prepared["val_inputs"] == [str(folder / layout.format("validation"))]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"left out of data.path={folder}: {folder / layout.format('test')} (test split)" in printed
+    by_hash = prepare(config(data=data, out_dir=str(tmp_path / "all"), val_fraction=0.3))
+    assert len(by_hash.inputs) == 2
+    assert "val_inputs" not in by_hash.prepared
+
+
+def write_documents(path, documents):
+    """Write texts in the format that the name says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
+    if path.suffix == ".parquet":
+        parquet.write_table(pyarrow.table({"text": documents}), path)
+    elif path.suffix == ".bin":
+        np.array([id_ for text in documents for id_ in [*text.encode(), 256]], np.uint16).tofile(path)
+    elif path.suffix == ".xz":
+        path.write_bytes(lzma.compress(lines.encode()))
+    elif path.suffix == ".csv":
+        path.write_text("\n".join(["text", *documents]) + "\n")
+    else:
+        path.write_text(lines if path.suffix == ".jsonl" else "\n".join(documents))
+
+
+def test_other_names_and_single_files_are_no_splits():
+    names = ["test_model.py", "tests/a.txt", "test-report.txt", "interval.bin", "validity.txt", "contest.jsonl"]
+    assert named_for(TEST, ["train.txt", *names]) == named_for(VALIDATION, ["train.txt", *names]) == []
+    assert named_for(TEST, ["here/test.jsonl"]) == []
+    assert named_for(TEST, ["test/a.txt", "test/b.txt"]) == []
+
+
+@pytest.mark.parametrize("source", ["jsonl", "hf"])
+def test_a_file_that_is_not_read_is_named(config, tmp_path, monkeypatch, capsys, source):
+    write_documents(tmp_path / "in" / "a.jsonl", ["a", "b", "c"])
+    (tmp_path / "in" / "more.docx").write_text("more")
+    monkeypatch.chdir(tmp_path)
+    assert prepare(config(data={"name": source, "path": "in"})).inputs == ["in/a.jsonl"]
+    assert ": in/more.docx (not of data=" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_log_among_texts_is_left_out_and_named(config, tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    for i in range(3):
+        (tmp_path / "in" / f"{i}.py").write_text(f"print({i})\n")
+    (tmp_path / "in" / "log.jsonl").write_text("".join(f'{{"step": {i}}}\n' for i in range(500)))
+    (tmp_path / "in" / "package.json").write_text('{\n  "name": "a"\n}\n')
+    manifest = prepare(config(data={"name": "text", "path": str(tmp_path / "in")}))
+    assert manifest.skipped == {"JSON without the text_field": 2}
+    assert "log.jsonl:1 with 'step')" in " ".join(capsys.readouterr().out.split())
+    assert len(texts(tmp_path / "out", "train") + texts(tmp_path / "out", "val")) == 3
+
+
 def test_own_output_is_not_read(command, folder):
     """Whatever was made below the path before, and again after a stop, or by the same command once more."""
     options = ["data=text", "data.path=.", "tokenizer=bytes", "workers=1", "out_dir=out"]
@@ -50,8 +130,8 @@ def test_own_output_is_not_read(command, folder):
     assert [result.status for result in printed] == [0, 0], printed
     assert read_manifest(Path("out")).inputs == ["./notes.txt"]
     first, again = (" ".join(result.out.split()) for result in printed)
-    assert "left out of data.path=.: ./begun (a run), ./dataset (a dataset), " in first
-    assert f"and {len(NOT_TEXT) - 4} more" in first
+    assert "left out of data.path=.: ./begun, ./run (a run); ./dataset (a dataset); " in first
+    assert first.count("left out of") == 1
     assert "out is already prepared" in again
 
 
@@ -88,7 +168,8 @@ def test_only_regular_files_are_read(tmp_path, monkeypatch):
     os.mkfifo("pipe.bin")
     os.mkfifo("pipe.npy")
     source, refused = TextSource(name="text", path="."), {}
-    for raw in (*source.documents(), *TokenSource(name="tokens", path=".").documents()):
+    tokens = TokenSource(name="tokens", path=".")
+    for raw in (*source.documents([*source.inputs()]), *tokens.documents([*tokens.inputs()])):
         try:
             assert source.parse(raw).content == "a"
         except Unreadable as error:

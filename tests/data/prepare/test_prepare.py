@@ -10,6 +10,7 @@ import pytest
 
 from common.settings import UserError
 from data.prepare.dataset import prepare
+from data.prepare.encode import split_hash
 from data.shards import TokenStream, read_manifest
 from data.tokenizer import load_tokenizer
 
@@ -90,7 +91,7 @@ def test_a_folder_with_other_things_is_left_alone(config, tmp_path, name, messag
 @pytest.mark.parametrize("content", ["", "\n", "{\n"])
 def test_an_empty_corpus_leaves_nothing(config, corpus, tmp_path, content):
     corpus.write_text(content)
-    with pytest.raises(UserError, match="the corpus is empty"):
+    with pytest.raises(UserError, match=r"0 documents (left to|is too few)"):
         prepare(config())
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
 
@@ -106,7 +107,7 @@ def test_the_first_tokens_are_for_validation(config, corpus, tmp_path):
         assert texts(tmp_path / f"out{i}", "train") == written[n_val:]
         assert manifest.prepared["val_tokens"] == val_tokens
         assert "val_fraction" not in manifest.prepared
-    with pytest.raises(UserError, match=r"all \d+ documents begin within val_tokens=.*give a smaller val_tokens"):
+    with pytest.raises(UserError, match=r"went to 'train' with val_tokens=.*give a smaller val_fraction or val_tokens"):
         prepare(config(val_fraction=None, val_tokens=ends[-1]))
     assert not (tmp_path / "out.partial").exists()
 
@@ -136,6 +137,39 @@ def test_a_small_corpus_validates_on_whole_documents_and_on_one_at_least(
         return
     assert prepare(config(val_fraction=val_fraction)).splits["val"].total.documents == n_val
     assert sorted(texts(tmp_path / "out", "train") + texts(tmp_path / "out", "val")) == sorted(given)
+
+
+def test_a_document_that_is_most_of_a_small_corpus_is_not_for_validation(config, corpus, tmp_path):
+    texts_of_words = (f"{i} " + "word " * 5000 for i in itertools.count())
+    longest = next(text for text in texts_of_words if split_hash(text.encode()) < 0.2)
+    short = [f"text {i}" for i in range(30)]
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in [longest, *short]))
+    prepare(config(val_fraction=0.2))
+    assert longest in texts(tmp_path / "out", "train")
+    assert set(texts(tmp_path / "out", "val")) == {text for text in short if split_hash(text.encode()) < 0.2}
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_a_file_of_rows_has_the_usual_share_of_its_size(config, corpus, tmp_path, name):
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"text": [f"text {i}" for i in range(2000)]})
+    {"a.csv": rows.to_csv, "a.jsonl": rows.to_json}[name](str(tmp_path / name))
+    manifest = prepare(config(data={"name": "hf", "path": str(tmp_path / name)}, val_fraction=None))
+    assert 60 < manifest.splits["val"].total.documents < 140, "a twentieth"
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"text": "a", }', "malformed JSON, first .*:2: write one JSON object a line"),
+        ('{"text": ""}', "empty document, first .*:2: correct them"),
+    ],
+)
+def test_a_corpus_that_is_too_small_says_first_what_was_skipped(config, corpus, line, reason):
+    corpus.write_text('{"text": "a"}\n' + f"{line}\n" * 40)
+    with pytest.raises(UserError, match=rf"^40 x {reason}.*; 1 document left to train and to validate on"):
+        prepare(config())
 
 
 SCRIPTS = "scripts/inspect_dataset", "train"

@@ -1,6 +1,8 @@
+import bz2
 import codecs
 import gzip
 import json
+import lzma
 import os
 import sysconfig
 from collections import namedtuple
@@ -10,7 +12,7 @@ import pytest
 import zstandard
 
 from common.settings import UserError, decode, variant_names
-from data.prepare.items import Document, Position, Unreadable
+from data.prepare.items import OTHER_JSON, Document, Position, Unreadable
 from data.prepare.sources import JsonlSource, StdlibSource, TextSource, passages
 
 
@@ -24,8 +26,7 @@ Refused = namedtuple("Refused", "reason input number")  # an item that is no doc
 def parsed(source, after=None):
     """What a source holds, each item parsed as a worker process does it."""
     items = []
-    source.inputs()  # says how files are read
-    for raw in source.documents(after=after):
+    for raw in source.documents([*source.inputs()], after=after):
         try:
             items.append(source.parse(raw))
         except Unreadable as error:
@@ -33,7 +34,7 @@ def parsed(source, after=None):
     return items
 
 
-COMPRESS = {".gz": gzip.compress, ".zst": zstandard.compress}
+COMPRESS = {".gz": gzip.compress, ".zst": zstandard.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
 
 
 @pytest.mark.slow
@@ -90,9 +91,9 @@ FORMATS = {  # name: content, and what data=text and data=jsonl make of it: text
     "array.json": (ARRAY_OF_THEM.encode(), "JSON array", "JSON array"),
     "lines.json": (LINES.encode(), LINES, LINES),
     "lines.txt": (codecs.BOM_UTF8 + LINES.encode(), [LINES], LINES),
-    "others.json": (b'{"body": 1}\n' * 2, "missing text", "missing text"),
+    "others.json": (b'{"body": 1}\n' * 2, OTHER_JSON, "missing text"),
     "text.pdf": (b"%PDF-1.4\n" + NOTE.encode(), "binary data", "binary data"),
-    "squad.json": (f'{{"version": 1, "data": {ARRAY_OF_THEM}}}'.encode(), "missing text", "missing text"),
+    "squad.json": (f'{{"version": 1, "data": {ARRAY_OF_THEM}}}'.encode(), OTHER_JSON, "missing text"),
     "turns.json": (LINES.replace('"id"', '"turns": [{"text": "a"}], "id"').encode(), LINES, LINES),
     "prose.txt": (
         b'["text"] is a list, {"text": 1} is not.\n',
@@ -140,7 +141,7 @@ def test_a_folder_is_the_files_in_it_and_kinds_mix(tmp_path):
     assert jsonl(tmp_path / "a[1]") == [*of_a, Document("c", "jsonl")]
     assert parsed(text, after=Position(c, 1)) == [Document("d", "text")]
     mixed = TextSource(name="text", path=[str(folder / "d.md"), a], text_field="body")
-    assert parsed(mixed) == [Document("d", "text"), ("missing text", a, 1), ("text is not a string", a, 3)]
+    assert parsed(mixed) == [Document("d", "text"), (OTHER_JSON, a, 1)]
     with pytest.raises(UserError, match="matches no file that data=jsonl reads"):
         jsonl(folder / "empty")
 
@@ -149,7 +150,7 @@ def test_a_path_without_files_is_named(tmp_path):
     with pytest.raises(
         UserError, match=r"matches no file that data=text reads: give a file, a folder, or a glob"
     ) as error:
-        list(TextSource(name="text", path=str(tmp_path / "none*.txt")).documents())
+        TextSource(name="text", path=str(tmp_path / "none*.txt")).inputs()
     assert str(tmp_path / "none*.txt") in str(error.value)
 
 

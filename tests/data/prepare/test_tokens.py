@@ -1,5 +1,7 @@
 """Ids made elsewhere: files as other projects write them, read back through the loader."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,8 @@ from data.loader import eval_batches
 from data.prepare.dataset import PrepareConfig, prepare
 from data.prepare.items import OUT_OF_RANGE
 from data.prepare.verify import verify
-from data.shards import TokenStream, read_manifest
+from data.shards import Counts, TokenStream, read_manifest
+from data.tokenizer import load_tokenizer
 
 N, END = 257, 256
 
@@ -144,3 +147,36 @@ def test_the_type_of_ids_without_a_header_is_given(tmp_path, folder):
     ):
         with pytest.raises(UserError, match=f"give .*{remedy}"):
             prepared(tmp_path, data={"dtype": dtype}, out_dir=str(tmp_path / "wrong"))
+
+
+def test_ids_of_characters_are_text(tmp_path, folder):
+    """As nanoGPT's data/shakespeare_char/prepare.py writes them; docs/data.md makes the table from its meta.pkl."""
+    text = "hello world\n"
+    characters = sorted(set(text))
+    (tmp_path / "characters.json").write_text(json.dumps({"characters": characters}))
+    for split in ("train", "val"):
+        nano_gpt(folder / f"{split}.bin", [characters.index(character) for character in text])
+    manifest, found = prepared(tmp_path, tokenizer={"name": "ids", "path": str(tmp_path / "characters.json")})
+    assert manifest.splits["val"].total == Counts(tokens=13, documents=1, utf8_bytes=12)
+    tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer.json")
+    assert tokenizer.decode_bytes(found["train"]).decode() == text + "<|endoftext|>"
+    assert tokenizer.encode(text) == found["train"][:-1]
+    with pytest.raises(UserError, match="tokenizer=ids has no character 'x': leave it out"):
+        tokenizer.encode("xo")
+
+
+def test_ids_of_an_unknown_tokenizer_have_a_loss_per_token_and_no_samples(tmp_path, folder, command):
+    for split in ("train", "val"):
+        nano_gpt(folder / f"{split}.bin", np.arange(3000) % 1000)
+    manifest, found = prepared(tmp_path, tokenizer={"name": "ids", "n_vocab": 1000})
+    assert found["train"] == [*(np.arange(3000) % 1000).tolist(), 1000]
+    assert manifest.splits["train"].total.utf8_bytes == 0
+    model = ["model.n_layer=1", "model.n_embd=16", "model.n_head=2"]
+    run = [f"dataset_dir={tmp_path / 'out'}", f"run_dir={tmp_path / 'run'}", "max_steps=2", "seq_len=16"]
+    trained = command("train", "experiment=quickstart", *model, *run, "batch_tokens=64", "schedule.warmup_steps=1")
+    assert trained.status == 0, trained.err
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["val_loss"] > 0
+    assert not {"sample", "val_bits_per_byte"} & {key for line in lines for key in line}
+    with pytest.raises(UserError, match=r"tokenizer\.path=FILE or tokenizer\.n_vocab=NUMBER"):
+        prepared(tmp_path, tokenizer={"name": "ids"}, out_dir=str(tmp_path / "none"))
