@@ -73,7 +73,7 @@ def test_what_is_like_nothing_is_answered_with_all_choices_or_keys(command, scri
         ("train dataset_dir=x model.attention=softmax", "model.attention is a group: type model/attention=softmax\n"),
         ("train", "for example, python train.py experiment=quickstart run_dir=runs/demo\n"),
         ("train experiment=quickstart dataset_dir=no", "prepare_data.py data=stdlib tokenizer=bytes out_dir=no\n"),
-        ("train dataset_dir=x optim.grad_clip=0", "optim.grad_clip=0: Input should be greater than 0; null: no clipping\n"),
+        ("train dataset_dir=x optim.grad_clip=0", "grad_clip=0: Input should be greater than 0; null: no clipping\n"),
         ("train dataset_dir=x eval.every=0", "greater than or equal to 1; null: only the schedule's last step, "),
         ("train dataset_dir=x checkpoint.every=0", "greater than or equal to 1; null: only the last step, "),
         ("sample checkpoint=x top_k=0", "greater than or equal to 1; null: all\n"),
