@@ -17,7 +17,7 @@ from cli.help import decode_explained, help_of, with_comments
 from cli.mistakes import check_form, explain_dashes
 from cli.stored_settings import compose_command
 from cli.sweep import Command, run_sweep
-from cli.texts import texts_in, with_texts
+from cli.texts import texts_in, with_texts, without_texts
 from common import exits
 from common.console import guard_output, print_error
 from common.settings import JsonDict, Settings, UserError, line_for
@@ -137,8 +137,7 @@ def _run(
     if flags.help:
         print(help_of(config_name))
         return
-    # Hydra would read a text's special characters: `with_texts` inserts the text later.
-    overrides = [option for option in flags.options if option.partition("=")[0] not in texts]
+    overrides = without_texts(flags.options, texts)
     check_form(overrides, config_name)
     if flags.multirun:
         folder = run_sweep(config_name, overrides, flags.config_dir, run, debug)

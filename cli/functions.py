@@ -7,7 +7,7 @@ from typing import Any
 from cli.help import decode_explained
 from cli.mistakes import check_form
 from cli.stored_settings import compose_command
-from cli.texts import texts_in, with_texts
+from cli.texts import texts_in, with_texts, without_texts
 from common.command_line import in_hydras_grammar
 from common.settings import JsonDict, flat
 
@@ -32,9 +32,9 @@ def configure(
     """
     values = flat(keywords)
     texts: JsonDict = texts_in(options, text_keys)
-    texts |= {key: values.pop(key) for key in text_keys if key in values}
-    words = [option for option in options if option.partition("=")[0] not in texts]
-    words += [f"{key}={in_hydras_grammar(value)}" for key, value in values.items()]
+    texts |= {key: values[key] for key in text_keys if key in values}
+    given = [f"{key}={in_hydras_grammar(value)}" for key, value in values.items()]
+    words = without_texts([*options, *given], texts)
     check_form(words, config_name)
     config = compose_command(config_name, words)
     return decode_explained(resolve_name(settings), with_texts(config, texts), config_name)

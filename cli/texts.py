@@ -16,6 +16,14 @@ def texts_in(words: Sequence[str], text_keys: Collection[str]) -> dict[str, str]
     return texts
 
 
+def without_texts(options: Sequence[str], texts: Collection[str]) -> list[str]:
+    """Return the options, with null in place of texts."""
+    keys = [option.partition("=")[0] for option in options]
+    return [
+        f"{key}=null" if key in texts else option for key, option in zip(keys, options, strict=True)
+    ]
+
+
 def with_texts(config: JsonDict, texts: dict[str, Any]) -> JsonDict:
     """Return the configuration with texts by key, which may be SECTION.KEY."""
     for key, text in texts.items():
