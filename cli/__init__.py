@@ -1,10 +1,11 @@
 """Reads every command line and composes configurations. The only package that imports Hydra.
 
 A command gets its configuration as a plain dict. A user's mistake is one line on standard error and
-exit status 1 or 2; `--debug` shows the traceback instead.
+exit status 1 or 2; `--debug` shows the traceback instead. From Python it is a UserError.
 """
 
 from cli.command import command
 from cli.compose import CONFIGS, compose
+from cli.functions import configure
 
-__all__ = ["CONFIGS", "command", "compose"]
+__all__ = ["CONFIGS", "command", "compose", "configure"]

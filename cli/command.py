@@ -13,13 +13,14 @@ from typing import Any, NoReturn, get_type_hints
 import yaml
 from pydantic import create_model
 
-from cli.compose import compose
-from cli.help import help_of, with_comments
-from cli.stored_settings import compose_run
+from cli.help import decode_explained, help_of, with_comments
+from cli.mistakes import check_form, explain_dashes
+from cli.stored_settings import compose_command
 from cli.sweep import Command, run_sweep
+from cli.texts import texts_in, with_texts, without_texts
 from common import exits
 from common.console import guard_output, print_error
-from common.settings import JsonDict, Settings, UserError, decode, line_for
+from common.settings import JsonDict, Settings, UserError, line_for
 
 EXTRAS = {
     "fastapi": "serve",
@@ -65,19 +66,14 @@ def command(
     logging.getLogger().setLevel(logging.ERROR)
     guard_output(lossy=config_name == "train")  # a run matters more than its output
     debug = "--debug" in sys.argv
-    texts = {}
-    for word in sys.argv[1:]:
-        key, equals, text = word.partition("=")
-        if equals and key in text_keys:
-            texts[key] = text
-
+    texts = texts_in(sys.argv[1:], text_keys)
     has_begun = False
 
     def work(config: JsonDict, only_check: bool = False) -> float | None:
         nonlocal has_begun
         function: Callable[..., float | None] = resolve_name(run)
         kind = resolve_name(settings) if settings else _arguments(function)
-        decoded = decode(kind, _with_texts(config, texts))
+        decoded = decode_explained(kind, with_texts(config, texts), config_name)
         if only_check:
             return resolve_name(check)(decoded) if check else None
         has_begun = True
@@ -119,17 +115,6 @@ def _failed(message: str, status: int) -> int:
     return status
 
 
-def _with_texts(config: JsonDict, texts: dict[str, str]) -> JsonDict:
-    """Return the configuration with texts by key, which may be SECTION.KEY."""
-    for key, text in texts.items():
-        section, _, last = key.rpartition(".")
-        values = {last: text}
-        if section:
-            values = {section: config[section] | values}
-        config = config | values
-    return config
-
-
 def _arguments(function: Command) -> type[Settings]:
     """Return a class whose fields are a function's arguments."""
     types = get_type_hints(function, include_extras=True)
@@ -146,28 +131,24 @@ def _run(
         if sys.getfilesystemencoding() != "utf-8":
             raise UserError("the locale has no characters but ASCII: set LC_ALL=C.UTF-8")
         raise UserError("an option is not in UTF-8, which JSON files need: rename what it names")
-    flags = _parser(config_name).parse_intermixed_args(words)
+    flags, dashed = _parser(config_name).parse_known_intermixed_args(words)
+    if dashed:
+        raise UserError(explain_dashes(words, dashed[0]))
     if flags.help:
         print(help_of(config_name))
         return
-    overrides = []
-    for option in flags.options:
-        key = option.partition("=")[0]
-        # Hydra would read a text's special characters: `_with_texts` inserts the text later.
-        overrides.append(f"{key}=null" if key in texts else option)
+    overrides = without_texts(flags.options, texts)
+    check_form(overrides, config_name)
     if flags.multirun:
         folder = run_sweep(config_name, overrides, flags.config_dir, run, debug)
         if after_sweep:
             resolve_name(after_sweep)(folder)
         return
-    if config_name in ("train", "plan"):
-        config = compose_run(config_name, overrides, flags.config_dir, complete=not flags.cfg)
-    else:
-        config = compose(config_name, overrides, flags.config_dir, complete=not flags.cfg)
+    config = compose_command(config_name, overrides, flags.config_dir, complete=not flags.cfg)
     if flags.cfg == "run_dir":  # for scripts that look into the folder
         print(config["run_dir"])
     elif flags.cfg:
-        config = _with_texts(config, texts)
+        config = with_texts(config, texts)
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
         print(with_comments(text, config, config_name), end="")
     else:

@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from cli.mistakes import explain
+from cli.mistakes import example_of, explain
 from common.command_line import in_hydras_grammar
 from common.config_files import CONFIGS
 from common.settings import JsonDict, UserError
@@ -60,15 +60,16 @@ def compose(
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         # Hydra does not check all values, nor what a file sets under `hydra`.
         raise UserError(f"Hydra cannot compose this configuration: {error}") from error
-    return _plain(composed, complete)
+    return _plain(composed, complete, config_name)
 
 
-def _plain(composed: DictConfig, complete: bool) -> JsonDict:
+def _plain(composed: DictConfig, complete: bool, config_name: str) -> JsonDict:
     """Return a composed configuration as plain data. Raises UserError: a value is missing."""
     try:
         plain: JsonDict = OmegaConf.to_container(composed, resolve=True, throw_on_missing=complete)  # type: ignore
     except MissingMandatoryValue as error:
-        raise UserError(f"Missing mandatory value: {error.full_key}") from None
+        advice = f"for example, {example_of(config_name)}"
+        raise UserError(f"Missing mandatory value: {error.full_key}: {advice}") from None
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {explain(error)}") from None
     for key, value in plain.items():

@@ -1,4 +1,4 @@
-"""--help and --cfg job: what a command does, its groups and its keys, as configs/ explains them."""
+"""What configs/ explains: --help, --cfg job, and values that are refused."""
 
 import re
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from textwrap import fill
 
 from cli.compose import value_at
 from common.config_files import CONFIGS, DEFAULTS, config_file, groups_of, with_keys
-from common.settings import JsonDict
+from common.settings import JsonDict, S, UserError, decode
 
 
 def help_of(config_name: str) -> str:
@@ -53,6 +53,19 @@ def comments_of(composed: JsonDict, config_name: str) -> dict[str, str]:
                 if comment:
                     comments.setdefault(f"{group.replace('/', '.')}.{key}", comment)
     return comments
+
+
+def decode_explained(cls: type[S], composed: JsonDict, config_name: str) -> S:
+    """Decode a composed configuration. Where 0 is refused, say what null does instead."""
+    try:
+        return decode(cls, composed)
+    except UserError as error:
+        zero = re.match(r"config ([\w.]+)=0: ", str(error))
+        comment = comments_of(composed, config_name).get(zero[1], "") if zero else ""
+        of_null = re.search("null: [^;]+", comment)
+        if of_null is None:
+            raise
+        raise UserError(f"{error}; {of_null[0]}") from None
 
 
 def with_comments(text: str, composed: JsonDict, config_name: str) -> str:

@@ -15,6 +15,15 @@ from common.settings import JsonDict, UserError, section
 _OF_ONE_COMMAND = {"resume", "stop_at"}
 
 
+def compose_command(
+    config_name: str, options: list[str], config_dir: str | None = None, complete: bool = True
+) -> JsonDict:
+    """Compose a command's configuration: see `compose`, and for train and plan `compose_run`."""
+    if config_name in ("train", "plan"):
+        return compose_run(config_name, options, config_dir, complete)
+    return compose(config_name, options, config_dir, complete)
+
+
 def compose_run(
     config_name: str,
     options: list[str],

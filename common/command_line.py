@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator
@@ -61,6 +62,8 @@ def in_hydras_grammar(value: Any) -> str:
         return f"{{{','.join(members)}}}"
     if isinstance(value, list | tuple):
         return f"[{','.join(map(in_hydras_grammar, value))}]"
+    if isinstance(value, Path):
+        value = str(value)
     if not isinstance(value, str):
         return json.dumps(value)
     # Two of a-z, _ and / in a row, or a letter at the start: no number, such as 1e5.

@@ -20,26 +20,29 @@ class ConfigFile(NamedTuple):
     """A file of configs/ with the files that it is based on."""
 
     values: dict[str, Any]
-    """By key, without those that a user must give."""
+    """By key, without those that a user must give. A group has the values of its chosen file."""
     comments: dict[str, str]
     """By dotted key; "" for a key without a comment."""
 
 
 @functools.cache
 def config_file(name: str) -> ConfigFile:
-    """Read configs/NAME.yaml. Files of groups that its defaults list chooses are left out."""
+    """Read configs/NAME.yaml. Comments of files in groups are left out."""
     text = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
     content = yaml.safe_load(text) or {}
     values: dict[str, Any] = {}
     comments: dict[str, str] = {}
     for base in content.pop("defaults", []):
-        if not isinstance(base, str) or base == "_self_":
-            continue  # a mapping chooses a file of a group
+        if isinstance(base, dict):  # a group and the chosen file
+            ((group, choice),) = base.items()
+            group = group.removeprefix("override ")
+            if choice is not None:
+                values[group] = config_file(f"{_beside(name, group)}/{choice}").values
+            continue
+        if base == "_self_":
+            continue
         file, _, section = base.partition("@")
-        group = name.rpartition("/")[0]
-        if group and "/" not in file:
-            file = f"{group}/{file}"
-        included = config_file(file.removeprefix("/"))
+        included = config_file(_beside(name, file))
         if section in ("", "_here_"):
             values |= included.values
             comments |= included.comments
@@ -56,6 +59,12 @@ def config_file(name: str) -> ConfigFile:
     if "name" in comments:
         comments["name"] = text.removeprefix("# ").partition("\n")[0]
     return ConfigFile(values, comments)
+
+
+def _beside(name: str, other: str) -> str:
+    """Return the path of what a file's defaults list names: absolute, or in the file's folder."""
+    folder, slash, _ = name.rpartition("/")
+    return other.removeprefix("/") if "/" in other else f"{folder}{slash}{other}"
 
 
 def groups_of(config_name: str) -> dict[str, list[str]]:

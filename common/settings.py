@@ -174,20 +174,25 @@ def decode(cls: type[S], raw: Any, shown: Callable[[Any], str] = repr) -> S:
         raise UserError(_refusal(raw, error.errors(), shown)) from None
 
 
-def nearest(wrong: str, allowed: Iterable[str]) -> str:
-    """Suggest valid names for a wrong one: names that begin or end alike, or else the closest.
+_SIMILAR = 0.75
+"""Likeness, as difflib measures it, of names that differ by a typing error."""
 
-    For example, runtime.dtype ends like dtype.
+
+def nearest(wrong: str, allowed: Iterable[str], prefix: str = "") -> str:
+    """Suggest valid names for a wrong one: those that begin or end alike, or one that is a typing
+    error away. If there are none, list all.
+
+    For example, runtime.dtype ends like dtype. `prefix` comes before a suggested name.
     """
     names = sorted(allowed)
     end = re.compile(rf"(^|[._]){re.escape(wrong.rpartition('.')[2])}$")
     alike = []
     if wrong:
         alike = [name for name in names if end.search(name) or name.startswith(wrong)]
-    close = alike[:4] or difflib.get_close_matches(wrong, names, n=1)
+    close = alike[:4] or difflib.get_close_matches(wrong, names, n=1, cutoff=_SIMILAR)
     if close:
-        return f"did you mean {' or '.join(map(repr, close))}?"
-    if len(names) > 20:
+        return f"did you mean {' or '.join(repr(prefix + name) for name in close)}?"
+    if len(names) > 30:
         return f"{len(names)} are allowed, such as {', '.join(names[:5])}"
     return f"allowed: {', '.join(names)}"
 

@@ -240,8 +240,9 @@ def parse_manifest(dataset_dir: Path) -> Manifest:
     path = dataset_dir / MANIFEST
     if file_size(path) is None:
         raise UserError(
-            f"dataset_dir={dataset_dir} does not exist or has no {MANIFEST}: give the folder that "
-            "scripts/prepare_data.py made, where it is now (its --help has examples)"
+            f"dataset_dir={dataset_dir} does not exist or has no {MANIFEST}: give the folder of a "
+            "dataset, or make one, as in python scripts/prepare_data.py data=stdlib "
+            f"tokenizer=bytes out_dir={dataset_dir}"
         )
     raw = read_json(path)
     version = raw.get("format_version") if isinstance(raw, dict) else None

@@ -20,10 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.config_files import config_file
 from common.settings import UserError
 from data.tokenizer import Tokenizer
 from inference.generation import Generation, Prefix, Request
-from inference.sampling import NOT_FINITE, draw
+from inference.sampling import NOT_FINITE, SamplingConfig, draw
 from model.gpt import GPT
 from model.graphs import DecodingStep
 from model.state import cat_states, select_rows, state_bytes
@@ -297,12 +298,20 @@ def stream(engine: Engine, generation: Generation) -> Iterator[str]:
         raise generation.error
 
 
-def generate(gpt: GPT, tokenizer: Tokenizer, request: Request) -> Iterator[str]:
+def generate(gpt: GPT, tokenizer: Tokenizer, request: Request | str) -> Iterator[str]:
     """Yield the text that continues a request's prompt, as it is drawn.
+
+    Args:
+        request: a text is a prompt, with the default settings of sample.py.
 
     Raises:
         UserError: the request is longer than the model's texts, or logits are not finite.
     """
+    if isinstance(request, str):
+        values = config_file("sample").values
+        sampling = SamplingConfig(**{key: values[key] for key in SamplingConfig.model_fields})
+        ids = (tokenizer.eot_id, *tokenizer.encode(request))
+        request = Request(ids, values["max_new_tokens"], sampling, values["seed"])
     engine = Engine(gpt, tokenizer.n_vocab, max_streams=1)
     engine.check(request)
     text = Generation(request, tokenizer)

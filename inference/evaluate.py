@@ -73,11 +73,14 @@ class Evaluation(NamedTuple):
     """How many batches `windows` are; None: the whole split."""
 
 
-def run_evaluation(config: EvaluateConfig) -> None:
+def run_evaluation(config: EvaluateConfig) -> JsonDict:
     """Evaluate a checkpoint, print the results, and write them into the run directory.
 
     evals/ keeps one file per checkpoint and settings; eval.json and eval.png hold the latest
     result.
+
+    Returns:
+        The content of eval.json.
     """
     evaluation = open_evaluation(config)
     checkpoint = evaluation.loaded.checkpoint
@@ -101,6 +104,7 @@ def run_evaluation(config: EvaluateConfig) -> None:
                 picture = drawn("eval.png", lambda: draw_evaluation(result, trained_on))
             if picture is not None:
                 checkpoint.write_result("eval.png", picture)
+    return result
 
 
 def open_evaluation(config: EvaluateConfig) -> Evaluation:

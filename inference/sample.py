@@ -98,30 +98,35 @@ class SampleConfig(SamplingConfig, ModelConfig, defaults="sample"):
         return self
 
 
-def run_sampling(config: SampleConfig) -> None:
+def run_sampling(config: SampleConfig) -> list[str]:
     """Print the samples as they come, and write them to sample.txt in the run directory.
 
     Only samples go to standard output; all messages go to standard error.
+
+    Returns:
+        The continuations, or the answers, in order.
     """
     console.stderr = True
+    n_threads = torch.get_num_threads()
     try:
         prompts = read_prompts(config)
         loaded = load(config)
         loaded.place(loaded.runtime.device, autocast=False)
         if config.interactive:
-            _converse(loaded, prompts[0], config)
-        else:
-            _continue(loaded, prompts, config)
+            return _converse(loaded, prompts[0], config)
+        return _continue(loaded, prompts, config)
     finally:
         console.stderr = False
+        torch.set_num_threads(n_threads)  # a notebook may train next
 
 
-def _converse(loaded: Loaded, message: str, config: SampleConfig) -> None:
+def _converse(loaded: Loaded, message: str, config: SampleConfig) -> list[str]:
     conversation = Conversation(loaded.gpt, _chat_tokenizer(loaded, "interactive=true"), config)
     try:
         take_turns(conversation, message)
     finally:
         loaded.checkpoint.write_result("sample.txt", conversation.text + "\n")
+    return [text for role, text in conversation.messages if role == "assistant"]
 
 
 def _chat_tokenizer(loaded: Loaded, option: str) -> ChatTokenizer:
@@ -134,7 +139,7 @@ def _chat_tokenizer(loaded: Loaded, option: str) -> ChatTokenizer:
     )
 
 
-def _continue(loaded: Loaded, prompts: list[str], config: SampleConfig) -> None:
+def _continue(loaded: Loaded, prompts: list[str], config: SampleConfig) -> list[str]:
     """Print every continuation in order, one while it grows; the others grow with it."""
     is_text = config.output == "text"
     if isinstance(loaded.tokenizer, ChatTokenizer) and not config.message:
@@ -163,6 +168,7 @@ def _continue(loaded: Loaded, prompts: list[str], config: SampleConfig) -> None:
         if texts:
             loaded.checkpoint.write_result("sample.txt", "\n\n---\n\n".join(texts) + "\n")
             _say_rate(sum(sample.n_tokens for _, sample in samples), time.perf_counter() - started)
+    return [sample.text for _, sample in samples]
 
 
 def _engine(gpt: GPT, tokenizer: Tokenizer, max_streams: int) -> Engine:

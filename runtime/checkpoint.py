@@ -71,8 +71,8 @@ Tensors = Mapping[str, Mapping[str, Tensor]]
 class CheckpointConfig(Settings, defaults="train:checkpoint"):
     """When to save, and what to keep."""
 
-    every: int = Field(ge=1)
-    """Steps between checkpoints; the last step is always saved."""
+    every: int | None = Field(ge=1)
+    """Steps between checkpoints; the last step is always saved; null: at the end only."""
     keep_last: int = Field(ge=1)
     """How many of the newest checkpoints to keep, besides the one with the lowest loss."""
     keep_every: int | None = Field(ge=1)

@@ -3,13 +3,29 @@
 python scripts/prepare_data.py data=stdlib tokenizer=bytes out_dir=datasets/stdlib
 """
 
+from pathlib import Path
+from typing import Any
+
+CONFIG = "data.prepare.dataset:PrepareConfig"
+
+
+def prepare(*options: str, **settings: Any) -> Path:
+    """Make a dataset, as in prepare("data=stdlib", tokenizer="bytes", out_dir="datasets/stdlib").
+
+    Returns:
+        Its directory.
+    """
+    from cli import configure
+
+    config = configure("prepare", CONFIG, options, settings)
+    from data.prepare import dataset
+
+    dataset.prepare(config)
+    return config.out_dir
+
+
 if __name__ == "__main__":  # worker processes import this file too, and need no Hydra
     from cli import command
 
     message = "interrupted; the same command continues from what is written"
-    command(
-        "prepare",
-        "data.prepare.dataset:prepare",
-        "data.prepare.dataset:PrepareConfig",
-        when_interrupted=message,
-    )
+    command("prepare", "data.prepare.dataset:prepare", CONFIG, when_interrupted=message)

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from common.console import console, say
 from common.numbers import ceil_div
-from common.settings import JsonDict, UserError
+from common.settings import JsonDict, UserError, nearest
 from data.shards import read_manifest, token_dtype
 from model.gpt import GPT
 from runtime.device import Runtime, is_bfloat16_fast
@@ -51,8 +51,9 @@ class PlanConfig(TrainConfig, defaults="plan"):
                 f"n_device={self.n_device}: lower n_device, or raise batch_tokens"
             )
         if self.device not in ("auto", "cpu") and device_by_name(self.device) is None:
-            names = ", ".join(known_device.name for known_device in DEVICES)
-            raise ValueError(f"device={self.device} is not known: give one of {names}, cpu, auto")
+            names = ["cpu", "auto", *(known_device.name for known_device in DEVICES)]
+            advice = nearest(self.device.lower(), names)
+            raise ValueError(f"device={self.device} is not known: {advice}")
         if self.mfu and self.tokens_per_second:
             raise ValueError("mfu and tokens_per_second both set the rate: give only one")
         return self
@@ -180,7 +181,7 @@ def disk_of(config: PlanConfig, checkpoint: int) -> JsonDict:
     n_kept = settings.keep_last + 1  # 1: best
     if settings.keep_every is not None:
         n_kept += config.last_step // settings.keep_every
-    n_kept = min(ceil_div(config.last_step, settings.every), n_kept)
+    n_kept = min(ceil_div(config.last_step, settings.every or config.last_step), n_kept)
     tokens = config.tokens(config.last_step)
     disk: JsonDict = {
         "checkpoint": checkpoint,

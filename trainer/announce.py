@@ -152,8 +152,13 @@ def _kept(run: Run) -> str:
         n_read = min(len(windows) * windows.seq_len, n_tokens)
         share = "all" if n_read == n_tokens else f"{n_read:,} of"
         text = f"{share} {n_tokens:,} validation tokens"
-    saved = f"{config.run_dir}: saved every {count(config.checkpoint.every, 'step')}"
-    return f"{saved}, evaluated every {config.eval.every:,} on {text}"
+    saved = _rhythm(config.checkpoint.every)
+    evaluated = _rhythm(config.eval.every)
+    return f"{config.run_dir}: saved {saved}, evaluated {evaluated} on {text}"
+
+
+def _rhythm(every: int | None) -> str:
+    return "at the end" if every is None else f"every {count(every, 'step')}"
 
 
 class TrainingProgress(Track):

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from common.numbers import ceil_div
-from common.settings import Settings
+from common.settings import JsonDict, Settings
 from model.attention.longformer import LongformerConfig
 from runtime.checkpoint import CheckpointConfig
 from runtime.device import RuntimeConfig
@@ -21,8 +21,8 @@ _STEPS_OF_EPOCH = 30  # at least, where the dataset allows: with fewer, a small 
 class EvalConfig(Settings, defaults="train:eval"):
     """Evaluation during training."""
 
-    every: int = Field(ge=1)
-    """Steps between evaluations; the end of the schedule is always evaluated."""
+    every: int | None = Field(ge=1)
+    """Steps between evaluations; null: only the end of the schedule, which is always evaluated."""
     batches: int | None = Field(ge=1)
     """Batches of batch_tokens to evaluate, spread evenly over the validation split; null: all."""
     prompt: str | None
@@ -70,16 +70,15 @@ class TrainConfig(FixedSettings, defaults="train"):
             return self
         batch_size = min(self.batch_size, max(1, n_rows // _STEPS_OF_EPOCH))
         epoch = ceil_div(n_rows, batch_size)
-        evaluation = self.eval.model_copy(update={"every": min(self.eval.every, epoch)})
-        checkpoint = self.checkpoint.model_copy(update={"every": min(self.checkpoint.every, epoch)})
-        return self.model_copy(
-            update={
-                "batch_tokens": batch_size * self.seq_len,
-                "max_steps": max(1, round(self.epochs * n_rows / batch_size)),
-                "eval": evaluation,
-                "checkpoint": checkpoint,
-            }
-        )
+        update: JsonDict = {
+            "batch_tokens": batch_size * self.seq_len,
+            "max_steps": max(1, round(self.epochs * n_rows / batch_size)),
+        }
+        for key, section in {"eval": self.eval, "checkpoint": self.checkpoint}.items():
+            if section.every is not None:
+                every = min(section.every, epoch)
+                update[key] = section.model_copy(update={"every": every})
+        return self.model_copy(update=update)
 
     def share_of(self, n_device: int) -> int:
         """Most sequences that each of n_device devices has in a step."""

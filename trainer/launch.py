@@ -1,8 +1,14 @@
 """train.py on this machine: in one process a core, or in this one."""
 
+from typing import NamedTuple
+
 from common.files import read_json
-from common.settings import UserError
+from common.settings import JsonDict, UserError
+from data.tokenizer import Tokenizer
+from model.gpt import GPT
+from runtime.checkpoint import load_model
 from runtime.launch import choose_processes, given_processes, launch, usable_cores
+from runtime.metrics import read_metrics
 from trainer.config import TrainConfig
 from trainer.loop import fit
 from trainer.signals import StopSignals
@@ -17,6 +23,29 @@ def launch_training(config: TrainConfig) -> float | None:
     config.tracker.import_packages()
     with StopSignals(leads=True):
         return launch(n, fit, config)
+
+
+class Trained(NamedTuple):
+    """A trained model, on the CPU."""
+
+    gpt: GPT
+    tokenizer: Tokenizer
+    metrics: list[JsonDict]
+    """The lines of metrics.jsonl."""
+
+
+def train_here(config: TrainConfig) -> Trained:
+    """Like `fit`, in this process alone.
+
+    Raises:
+        KeyboardInterrupt: a signal stopped the run, which is saved.
+    """
+    try:
+        fit(config)
+    except SystemExit:
+        raise KeyboardInterrupt from None
+    gpt, tokenizer = load_model(config.run_dir)
+    return Trained(gpt, tokenizer, list(read_metrics(config.run_dir / "metrics.jsonl")))
 
 
 def n_processes(config: TrainConfig) -> int:

@@ -204,9 +204,10 @@ def _speed(run: Run, seconds: float) -> dict[str, float | None]:
     return {"tokens_per_second": round(rate, 1), "mfu": mfu}
 
 
-def _is_due(run: Run, every: int) -> bool:
+def _is_due(run: Run, every: int | None) -> bool:
     """Whether something is due that happens every `every` steps and at the schedule's end."""
-    return run.state.step % every == 0 or run.state.step == run.config.max_steps
+    step = run.state.step
+    return step == run.config.max_steps or (every is not None and step % every == 0)
 
 
 def _evaluate(run: Run, records: Records) -> bool:

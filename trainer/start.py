@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common.command_line import changes_of
 from common.console import say
-from common.settings import JsonDict, UserError
+from common.settings import JsonDict, UserError, differences
 from data.loader import EvalBatches, TrainBatches, eval_batches, open_rows
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -79,7 +80,9 @@ def open_run(config: TrainConfig, runtime: Runtime, world: World) -> Run:
     Raises:
         UserError: data, configuration, checkpoint or processes do not fit each other.
     """
+    typed = config
     config, manifest, tokenizer, batches, windows = open_data(config)
+    _say_fitted(typed, config)
     _check_processes(config, runtime, world, manifest)
     if config.data.mixture is not None:
         batches.mix(config.data.mixture)
@@ -166,6 +169,16 @@ def open_data(
         n_windows = config.eval.batches * config.batch_size
     windows = eval_batches(val, config.seq_len, n_windows)
     return config, manifest, tokenizer, batches, windows
+
+
+def _say_fitted(typed: TrainConfig, config: TrainConfig) -> None:
+    """Say which settings were lowered to fit the epochs of the dataset."""
+    sections: Any = {"batch_tokens": True, "eval": True, "checkpoint": True}
+    before = typed.model_dump(mode="json", include=sections)
+    lowered = differences(before, config.model_dump(mode="json", include=sections))
+    if lowered:
+        changes = ", ".join(changes_of(lowered, "given:"))
+        say(f"to fit epochs={typed.epochs:g} of this dataset: {changes}; with max_steps they stay")
 
 
 def _check_processes(

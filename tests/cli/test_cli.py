@@ -18,7 +18,7 @@ def snapshot(folder):
     ("arguments", "fragments"),
     [
         ("optim.max_lrr=3", ["Could not override 'optim.max_lrr': did you mean 'optim.max_lr'?"]),
-        ("model=heinsen_125", ["Could not find 'model/heinsen_125': did you mean 'model/heinsen_125m'?"]),
+        ("model=heinsen_125", ["Could not find 'model/heinsen_125': did you mean 'model=heinsen_125m'?"]),
         ("optim.max_lr=inf", ["config optim.max_lr=inf: Input should be less than or equal to 1"]),
         ("runtime.device=gpu", ["runtime.device='gpu'", "'auto', 'cpu' or 'cuda'"]),
         ("run_dir=${oc.env:HOME}", ["Unsupported interpolation type oc.env"]),

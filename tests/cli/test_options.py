@@ -25,24 +25,68 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
         ("train", "lr=1e-3", "Could not override 'lr': did you mean 'optim.max_lr'?"),
         ("train", "attention=softmax", "Could not override 'attention': did you mean 'model/attention'?"),
         ("train", "schedule.decay=0.1", "Could not override 'schedule.decay': it is a key of schedule=wsd"),
-        ("train", "quickstart", "Error parsing override 'quickstart' missing EQUAL at '<EOF>'"),
         ("train", "seed=1,2", "Ambiguous value for argument 'seed=1,2'"),
-        ("train", "tracker=[wandb,tensorbord]", "'tracker/tensorbord': did you mean 'tracker/tensorboard'?"),
-        ("train", "--max_steps=3", "unrecognized arguments: --max_steps=3"),
+        ("train", "tracker=[wandb,tensorbord]", "'tracker/tensorbord': did you mean 'tracker=tensorboard'?"),
         ("train", "--config-dir no/such seed=1", "--config-dir no/such is not a folder"),
         (
             "train",
             "run_dir=runs/none",
             "run_dir=runs/none holds no run to continue, or a damaged config.json: give exp",
         ),
-        ("scripts/prepare_data", "tokenizer=byte", "'tokenizer/byte': did you mean 'tokenizer/bytes'?"),
-        ("train", "dataset_dir=x model.attention=softmax", "config model.attention='softmax': Input should be a valid"),
+        ("scripts/prepare_data", "tokenizer=byte", "'tokenizer/byte': did you mean 'tokenizer=bytes'?"),
         ("train", "dataset_dir=x optim.betas=[0.9]", "config optim.betas.1"),
         ("train", "dataset_dir=x run_dir=.", "run_dir is empty, or this folder: give one for the run"),
     ],
 )
 def test_a_mistyped_option_is_answered_in_one_line(command, script, arguments, message):
     assert_one_line(command(script, *arguments.split()), message)
+
+
+@pytest.mark.parametrize(
+    ("script", "option", "listed"),
+    [
+        ("train", "optim=sgd", "'optim/sgd': allowed: adamw, muon"),
+        ("train", "model/attention=rope", "'model/attention/rope': allowed: fixed, linear, log_space, "),
+        ("train", "model.dropout=0.1", "'model.dropout': allowed: attention_pattern"),
+        ("train", "optim.foo=1", "'optim.foo': allowed: betas, eps, grad_clip"),
+        ("train", "foo=1", "'foo': allowed: batch_tokens"),
+        ("eval", "foo=1", "'foo': allowed: batches, checkpoint"),
+    ],
+)
+def test_what_is_like_nothing_is_answered_with_all_choices_or_keys(command, script, option, listed):
+    answer = command(script, option).err
+    assert listed in answer
+    assert "did you mean" not in answer
+
+
+@pytest.mark.parametrize(
+    ("typed", "advice"),
+    [
+        ("train --max_steps=10", "options have no dashes: type max_steps=10\n"),
+        ("sample --prompt hello", "options have no dashes: type prompt=hello\n"),
+        ("train learning_rate=1e-3", "type optim.max_lr\n"),
+        ("train batch_size=8", "batch_tokens is a step's size in tokens, runtime.micro_batch sequences at once\n"),
+        ("train block_size=8", "type seq_len\n"),
+        ("train config/x.py", "config/x.py is not KEY=VALUE: type experiment=NAME, with one of chat, "),
+        ("train quickstart", "quickstart is not KEY=VALUE: type experiment=quickstart\n"),
+        ("sample runs/notes", "runs/notes is not KEY=VALUE: type checkpoint=runs/notes\n"),
+        ("train dataset_dir=x model.attention=softmax", "model.attention is a group: type model/attention=softmax\n"),
+        ("train", "for example, python train.py experiment=quickstart run_dir=runs/demo\n"),
+        ("train experiment=quickstart dataset_dir=no", "prepare_data.py data=stdlib tokenizer=bytes out_dir=no\n"),
+        ("train dataset_dir=x optim.grad_clip=0", "grad_clip=0: Input should be greater than 0; null: no clipping\n"),
+        ("train dataset_dir=x eval.every=0", "greater than or equal to 1; null: only the schedule's last step, "),
+        ("train dataset_dir=x checkpoint.every=0", "greater than or equal to 1; null: only the last step, "),
+        ("sample checkpoint=x top_k=0", "greater than or equal to 1; null: all\n"),
+        ("scripts/plan device=a100", "did you mean 'a100-40gb' or 'a100-80gb'?\n"),
+    ],
+)
+def test_a_habit_is_answered_with_what_to_type_here(command, typed, advice):
+    script, *options = typed.split()
+    assert advice in command(script, *options).err
+
+
+def test_null_is_not_offered_where_a_value_must_be_given(command):
+    assert command("train", "dataset_dir=x", "seq_len=0").err.endswith("greater than or equal to 1\n")
 
 
 def test_the_folder_of_a_job_is_one_item_of_a_list(tmp_path):

@@ -112,6 +112,14 @@ def test_a_run_writes_what_it_promises(tiny):
     assert {"python", "torch", "git_commit", "device", "processes"} <= set(stored["environment"])
 
 
+def test_null_leaves_the_last_evaluation_and_the_last_checkpoint(tiny):
+    config = tiny({"eval.every": None, "checkpoint.every": None})
+    fit(config)
+    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "val_loss" in line] == [6]
+    assert [path.name for path in (config.run_dir / "checkpoints").glob("step-*")] == ["step-00000006"]
+
+
 def test_training_lowers_the_loss(tiny):
     config = tiny({"max_steps": 60, "schedule.warmup_steps": 5, "eval.every": 60, "checkpoint.every": 60})
     fit(config)

@@ -1,0 +1,40 @@
+"""Commands as functions: train("experiment=quickstart", run_dir="runs/demo", max_steps=100)."""
+
+from collections.abc import Collection, Sequence
+from pkgutil import resolve_name
+from typing import Any
+
+from cli.help import decode_explained
+from cli.mistakes import check_form
+from cli.stored_settings import compose_command
+from cli.texts import texts_in, with_texts, without_texts
+from common.command_line import in_hydras_grammar
+from common.settings import JsonDict, flat
+
+
+def configure(
+    config_name: str,
+    settings: str,
+    options: Sequence[str],
+    keywords: JsonDict,
+    text_keys: Collection[str] = (),
+) -> Any:
+    """Return the settings of a command that is called from Python.
+
+    Args:
+        settings: the class of the settings, as "package.module:Class"; imported last.
+        options: KEY=VALUE, as on the command line.
+        keywords: values by key. A dict has those of a section.
+        text_keys: as for `command`.
+
+    Raises:
+        UserError: an option is wrong.
+    """
+    values = flat(keywords)
+    texts: JsonDict = texts_in(options, text_keys)
+    texts |= {key: values[key] for key in text_keys if key in values}
+    given = [f"{key}={in_hydras_grammar(value)}" for key, value in values.items()]
+    words = without_texts([*options, *given], texts)
+    check_form(words, config_name)
+    config = compose_command(config_name, words)
+    return decode_explained(resolve_name(settings), with_texts(config, texts), config_name)
