@@ -37,8 +37,8 @@ class DeviceConfig(Settings, defaults="device"):
     kernels: bool
     """Use our own GPU kernels; false: plain torch."""
     proof: bool
-    """On a GPU, compare the first gradient, or a text's logits, with plain torch, and use only what
-    is right. The outcome is kept for this GPU, model, torch and Triton."""
+    """On a GPU, compare the first gradient, or a text's logits, with plain torch, and use that if
+    they are wrong. The outcome is kept for this GPU, model, torch and Triton."""
 
 
 class ProcessesConfig(DeviceConfig, defaults="processes"):

@@ -37,11 +37,10 @@ LOSS = "the loss"
 LOGITS = "the logits"
 TOKENS = "the embedding of a token"
 _N_GROUPS = 8
-_ROUNDINGS = {LOSS: 0.5, TOKENS: 16.0, LOGITS: 10.0}
-"""Roundings of the dtype by which what is not a parameter may differ."""
-_OF_MATRICES = 10.0
-"""The same for the gradient of a matrix, and of each of its heads."""
-_OF_VECTORS = 16.0
+_ROUNDINGS = 16.0, 10.0
+"""Roundings of the dtype by which a norm may differ in one group of targets, and in all."""
+_ROUNDINGS_OF = {LOSS: (0.5, 0.5), TOKENS: (16.0, 16.0)}
+"""The same for what is a mean of many numbers, and for what is not."""
 _SMALL = 1e-6
 """Share of the largest norm below which a norm does not count."""
 _TEXT = 1024
@@ -80,22 +79,19 @@ def prove_gradients(
         targets: (B, T).
         dtype: of the run.
     """
-    token_ids = token_ids.to(world.device)
-    targets = targets.to(world.device)
+    ids = token_ids.to(world.device)
 
     def difference() -> Difference:
         expected = []
         off = []
         for group in _groups(targets):
-            plain_loss, plain = _add_plain_gradients(gpt, token_ids, group)
+            group = group.to(world.device)
+            plain_loss, plain = _subtract_plain_gradients(gpt, ids, group)
             expected.append(_norms(gpt, plain_loss, plain))
-            for p in gpt.parameters():
-                assert p.grad is not None
-                p.grad.neg_()
             with _token_gradients(gpt) as of_chunks:
-                loss = add_gradients(token_ids, group)
-            of_tokens = torch.cat(of_chunks[::-1], dim=1)  # the last chunk came first
-            off.append(_norms(gpt, loss - plain_loss, of_tokens - plain))
+                loss = plain_loss + add_gradients(ids, group)
+            of_tokens = plain + torch.cat(of_chunks[::-1], dim=1)  # the last chunk came first
+            off.append(_norms(gpt, loss, of_tokens))
             gpt.zero_grad()
         return compare(off, expected, dtype)
 
@@ -152,24 +148,23 @@ def use_plain_torch(gpt: GPT) -> None:
     compile_blocks(gpt, False)
 
 
-def _groups(targets: Tensor) -> Iterator[Tensor]:
-    """Yield the targets (B, T) eight times, each time with an eighth of them; the others are -1."""
-    flat = targets.flatten()
-    for places in (flat >= 0).nonzero().squeeze(1).tensor_split(_N_GROUPS):
-        if len(places):
-            group = torch.full_like(flat, -1)
-            group[places] = flat[places]
-            yield group.view_as(targets)
+def _groups(targets: Tensor) -> list[Tensor]:
+    """Return the targets (B, T) eight times, each time an eighth of them; the others are -1."""
+    number = ((targets >= 0).flatten().cumsum(0) - 1).clamp(min=0).view_as(targets)
+    group = number * _N_GROUPS // (number.max() + 1)
+    return [targets.where(group == i, -1) for i in group.unique()]
 
 
-def _add_plain_gradients(gpt: GPT, token_ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the loss and the gradients in float32; return the loss, and the gradients of
-    embeddings (B, T, n_embd). Sequences without targets have none."""
+def _subtract_plain_gradients(
+    gpt: GPT, token_ids: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Give parameters their gradient in float32, times -1; return the loss and the gradients of
+    embeddings (B, T, n_embd), times -1. Sequences without targets have none."""
     for p in gpt.parameters():
         p.grad = torch.zeros_like(p)
     rows = (targets >= 0).any(1)
     with _plain_torch(gpt), _token_gradients(gpt) as found:
-        loss = gpt.summed_loss(token_ids[rows], targets[rows])
+        loss = -gpt.summed_loss(token_ids[rows], targets[rows])
         loss.backward()
     of_tokens = found[0].new_zeros(*targets.shape, gpt.config.n_embd)
     of_tokens[rows] = found[0]
@@ -182,17 +177,13 @@ def _norms(gpt: GPT, loss: Tensor, of_tokens: Tensor) -> Norms:
     Fused matrices, and their heads, have their own: errors of k would be lost among q and v.
     """
     norms = {LOSS: loss.abs()[None], TOKENS: of_tokens.norm(dim=-1).flatten()}
-    for name, p in gpt.named_parameters():
-        assert p.grad is not None
-        norms[name] = p.grad.norm()[None]
+    grads: dict[str, Any] = {name: p.grad for name, p in gpt.named_parameters()}
     for name, module in gpt.named_modules():
         if isinstance(module, FusedLinear):
-            assert module.weight.grad is not None
-            del norms[f"{name}.weight"]
-            for i, matrix in enumerate(module.split(module.weight.grad)):
+            for i, matrix in enumerate(module.split(grads.pop(f"{name}.weight"))):
                 heads = matrix.split(gpt.config.head_features)
                 norms[f"{name}.weight[{i}]"] = torch.stack([head.norm() for head in heads])
-    return {name: norm.float() for name, norm in norms.items()}
+    return norms | {name: grad.norm()[None] for name, grad in grads.items()}
 
 
 @contextmanager
@@ -212,27 +203,34 @@ def _token_gradients(gpt: GPT) -> Iterator[list[Tensor]]:
 
 
 def compare(off: list[Norms], expected: list[Norms], dtype: torch.dtype) -> Difference:
-    """Return the largest difference.
+    """Return the largest difference, of a group of targets or of all.
 
-    It is relative to a norm, or to the root mean square of the groups' norms if larger.
+    A group's is relative to its norm, or to the root mean square of all groups' norms if larger.
 
     Args:
-        off: norms of differences, for each group of targets.
+        off: norms of differences, for each group.
         expected: norms in plain torch.
         dtype: of the run. Float32 is multiplied as TF32.
     """
-    norms = {name: torch.stack([group[name] for group in expected]) for name in expected[0]}
-    smallest = _SMALL * max(norm.max() for norm in norms.values())
+    smallest = _SMALL * max(norm.max() for group in expected for norm in group.values())
     rounding = 2**-7 if dtype == torch.bfloat16 else 2**-10
     largest = Difference(-1, "")
-    for name, norm in norms.items():
-        unit = norm.maximum(norm.square().mean(0).sqrt()).maximum(smallest)
-        sizes = torch.stack([group[name] for group in off]) / unit
-        size = float(sizes.nan_to_num(nan=math.inf).max())
-        bound = rounding * _ROUNDINGS.get(name, _OF_MATRICES)
-        text = f"largest difference {size:.2g} in {name}, of {bound:.2g} allowed"
-        largest = max(largest, Difference(size / bound, text))
+    for name in expected[0]:
+        norms = torch.stack([group[name] for group in expected])
+        differences = torch.stack([group[name] for group in off])
+        mean = _root_mean_square(norms).maximum(smallest)
+        sizes = differences / norms.maximum(mean), _root_mean_square(differences) / mean
+        allowed = _ROUNDINGS_OF.get(name, _ROUNDINGS)
+        for parts, roundings in zip(sizes, allowed, strict=True):
+            size = float(parts.nan_to_num(nan=math.inf).max())
+            bound = rounding * roundings
+            text = f"largest difference {size:.2g} in {name}, bound {bound:.2g}"
+            largest = max(largest, Difference(size / bound, text))
     return largest
+
+
+def _root_mean_square(norms: Tensor) -> Tensor:
+    return norms.square().mean(0).sqrt()
 
 
 def prove_logits(gpt: GPT, runtime: Runtime, autocast: bool) -> None:
