@@ -236,9 +236,6 @@ def prove(run: Run) -> None:
     chunk = config.runtime.sequence_chunk
     if run.group.size > 1:  # a state goes from half to half as from process to process
         chunk = ceil_div(config.seq_len, 2 * run.group.size)
-    gpt = run.gpt
-    if config.runtime.strategy == "fsdp":  # no process has the whole model's gradient
-        gpt = _small_model(run)
     options = {
         "runtime": config.runtime.model_dump(mode="json"),
         "documents": run.gpt.eot_id is not None,
@@ -249,6 +246,8 @@ def prove(run: Run) -> None:
     is_right = outcomes[0]
     if is_right is None or any(outcome != is_right for outcome in outcomes):
         runtime = replace(run.runtime, sequence_chunk=chunk)
+        # With fsdp, no process has the whole model's gradient.
+        gpt = _small_model(run) if config.runtime.strategy == "fsdp" else run.gpt
         is_right = prove_micro_batch(gpt, token_ids, targets, runtime, world)
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of each machine
             stored.write(is_right)
