@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -178,15 +178,15 @@ def _norms(gpt: GPT, loss: Tensor, of_tokens: Tensor) -> Norms:
     The heads of fused matrices are parts: errors of k would be lost among q and v.
     """
     norms = {LOSS: loss.abs().view(1, 1), TOKENS: of_tokens.norm(dim=-1).view(-1, 1)}
+    modules = dict(gpt.named_modules())
     for name, p in gpt.named_parameters():
         assert p.grad is not None
-        norms[name] = p.grad.norm().view(1, 1)
-    for name, module in gpt.named_modules():
-        if isinstance(module, FusedLinear):
-            heads: list[Tensor] = []
-            for matrix in module.split(cast(Tensor, module.weight.grad)):
-                heads += [head.norm() for head in matrix.split(gpt.config.head_features)]
-            norms[f"{name}.weight"] = torch.stack(heads)[None]
+        parts = [p.grad]
+        module = modules[name.rpartition(".")[0]]
+        if isinstance(module, FusedLinear) and p is module.weight:
+            matrices = module.split(p.grad)
+            parts = [head for matrix in matrices for head in matrix.split(gpt.config.head_features)]
+        norms[name] = torch.stack([part.norm() for part in parts])[None]
     return norms
 
 
