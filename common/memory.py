@@ -12,6 +12,7 @@ def out_of_memory(error: BaseException) -> bool:
         "not enough memory",
         "out of memory",
         "CUBLAS_STATUS_ALLOC_FAILED",
+        "CUBLAS_STATUS_NOT_INITIALIZED",  # its workspace does not fit
         "failed to map segment",  # of the loader of libraries
         "could not create a primitive\n",  # of oneDNN
     )

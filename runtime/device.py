@@ -2,7 +2,8 @@
 
 import ctypes
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -36,8 +37,8 @@ class DeviceConfig(Settings, defaults="device"):
     kernels: bool
     """Use our own GPU kernels; false: plain torch."""
     proof: bool
-    """On a GPU, compare the first gradient, or a text's logits, with plain torch, and use only what
-    is right. The outcome is kept for this GPU, model, torch and Triton."""
+    """On a GPU, compare the first gradient, or a text's logits, with plain torch, and use that if
+    they are wrong. The outcome is kept for this GPU, model, torch and Triton."""
 
 
 class ProcessesConfig(DeviceConfig, defaults="processes"):
@@ -56,7 +57,8 @@ class RuntimeConfig(ProcessesConfig, defaults="runtime/auto"):
     """torch.compile of each block; auto: on GPUs."""
     micro_batch: Annotated[int, Field(ge=1)] | Literal["auto"]
     """Most sequences per forward pass of a process; gradients are accumulated up to the global
-    batch. auto: the fewest equal micro-batches that fit in a GPU's memory."""
+    batch. auto: the fewest equal micro-batches that fit in a GPU's memory, or 8 where processes
+    wait for each other (fsdp, context_parallel) and on CPUs."""
     strategy: Literal["ddp", "fsdp"]
     """ddp: every process holds the whole model; fsdp: each holds a shard, for models too large for
     one GPU."""
@@ -77,6 +79,13 @@ class RuntimeConfig(ProcessesConfig, defaults="runtime/auto"):
     timeout_minutes: float = Field(gt=0, le=10_000)
     """How long a process waits for the others before it ends with status 75. Set it above the time
     of the slowest start or save."""
+
+    def micro_batch_on(self, device: torch.device) -> int | None:
+        """The size of micro-batches; None: sizes are to be tried."""
+        if self.micro_batch != "auto":
+            return self.micro_batch
+        has_to_wait = self.strategy == "fsdp" or self.context_parallel > 1
+        return 8 if has_to_wait or device.type == "cpu" else None
 
 
 @dataclass(frozen=True)
@@ -152,7 +161,7 @@ def open_runtime(config: DeviceConfig) -> Runtime:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.set_float32_matmul_precision("high")
     sequence_chunk = config.sequence_chunk if isinstance(config, RuntimeConfig) else None
-    kernels.leave_out(() if config.kernels else kernels.OPERATORS)
+    kernels.enabled = config.kernels
     proof = config.proof and device.type == "cuda"
     return Runtime(device, getattr(torch, name), sequence_chunk, proof)
 
@@ -225,11 +234,18 @@ def is_compiled(module: nn.Module) -> bool:
     return any(child._compiled_call_impl is not None for child in module.modules())
 
 
-def not_compiled(module: nn.Module) -> AbstractContextManager[None]:
-    """A context manager in which a module of the model runs without its compiled code."""
-    if not is_compiled(module):
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+@contextmanager
+def not_compiled(module: nn.Module) -> Iterator[None]:
+    """Run a module of the model without the compiled code of its blocks. FlexAttention, which is
+    compiled by itself, stays so: uncompiled it would compute all T x T scores."""
+    compiled = {child: child._compiled_call_impl for child in module.modules()}
+    for child in compiled:
+        child._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for child, call in compiled.items():
+            child._compiled_call_impl = call
 
 
 def triton_version() -> str | None:

@@ -1,19 +1,22 @@
 """The proof that a model computes the right numbers on this GPU, before it is used.
 
-A run computes the gradient of its own first micro-batch twice: as configured, with kernels and
+A run computes the gradient of its own first micro-batch twice: as a step does, with kernels and
 compiled code, and in plain torch: float32, without kernels, not compiled. If they differ, the run
-tries slower forms, and uses the first in which they agree.
+goes on in plain torch.
+
+The gradient is compared for each eighth of the targets by itself. An error in a few sequences is
+not lost among the others, and the eight norms of a parameter give its scale: that of the whole
+gradient vanishes where terms cancel, and their rounding errors do not.
 """
 
 import hashlib
 import json
 import math
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,263 +30,247 @@ from common.settings import JsonDict, UserError
 from model.gpt import GPT
 from model.layers import FusedLinear
 from model.ops import kernels
-from runtime.device import Runtime, compile_blocks, device_name, triton_version
+from runtime.device import Runtime, compile_blocks, device_name, not_compiled, triton_version
 from runtime.distributed import World
 
-ROUNDINGS = 16
-"""Roundings of a number that may add up in a gradient. In bfloat16 that is 0.125: right gradients
-differ by up to 0.05, for 2 and for 12 layers, and wrong kernels differed by 0.28 and more."""
-SMALL = 1e-6
-"""Share of the whole gradient's norm below which a parameter's gradient is compared in absolute
-terms."""
-_AT_ONCE = 2**13
-"""Tokens that plain torch computes at once."""
-_TEXT = 1024
-"""Tokens of the text whose logits are compared."""
 LOSS = "the loss"
 LOGITS = "the logits"
+TOKENS = "the embedding of a token"
+_N_GROUPS = 8
+_ROUNDINGS = 16.0, 10.0
+"""Roundings of the dtype by which a norm may differ in one group of targets, and in all."""
+_ROUNDINGS_OF_LOSS = 1.0, 0.5
+_WEAK = 0.01
+"""Share of the norm of all parts of a tensor below which a part does not count."""
+_SMALL = 1e-6
+"""Share of the largest norm below which a norm does not count."""
+_TEXT = 1024
+"""Tokens of the text whose logits are compared."""
+_BLOCK = 64
+"""Tokens whose logits are compared by themselves."""
 
-Gradients = dict[str, Tensor]
-"""The loss, and the gradient of each parameter, by name."""
-
-
-class Form(NamedTuple):
-    """How a model runs."""
-
-    compiled: bool
-    left_out: tuple[str, ...] = ()
-    """Operators whose kernels are not used."""
-
-    def lacks(self, configured: "Form") -> str:
-        """What the configured form uses and this one does not, in words."""
-        left_out = [operator for operator in self.left_out if operator not in configured.left_out]
-        lost = [f"the kernels of {operator}" for operator in left_out]
-        if configured.compiled and not self.compiled:
-            lost.append("torch.compile")
-        return " and ".join(lost)
+Norms = dict[str, Tensor]
+"""Norms by name, (groups, parts of the tensor); each token is a group."""
 
 
 class Difference(NamedTuple):
-    """The largest difference of a form from plain torch."""
+    """The largest difference from plain torch."""
 
-    size: float
-    """Relative to the tensor's norm; infinity: the form raised an error."""
-    name: str
-    """The tensor, or the error."""
-    norms: str = ""
-    """The tensor's norms, for messages."""
-
-    def __str__(self) -> str:
-        return self.name + self.norms
-
-
-def bound_of(dtype: torch.dtype) -> float:
-    """The largest relative difference of a right gradient. Float32 is multiplied as TF32."""
-    rounding = 2**-7 if dtype == torch.bfloat16 else 2**-10
-    return ROUNDINGS * rounding
+    share: float
+    """Of what rounding may cause: above 1 it is an error; infinity: an exception."""
+    text: str
+    """What differs, or the exception."""
 
 
 def prove_gradients(
-    gpt: GPT, token_ids: Tensor, targets: Tensor, runtime: Runtime, world: World, compiled: bool
-) -> Form:
-    """Use the first form of a model that computes the right gradient here, the same in all
-    processes.
+    gpt: GPT,
+    add_gradients: Callable[[Tensor, Tensor], Tensor],
+    token_ids: Tensor,
+    targets: Tensor,
+    dtype: torch.dtype,
+    world: World,
+) -> bool:
+    """Return whether a model computes the right gradient, in all processes. If not, use plain torch
+    from now on.
 
     Args:
+        add_gradients: adds the gradient of (token_ids, targets) to the parameters', as a step
+            does, and returns the summed loss.
         token_ids: this process's first micro-batch, int64 (B, T).
         targets: (B, T).
-        compiled: whether the configured form is compiled.
+        dtype: of the run.
     """
-    ids = token_ids[:, : runtime.sequence_chunk].to(world.device)
-    targets = targets[:, : runtime.sequence_chunk].to(world.device)
+    ids = token_ids.to(world.device)
+
+    def difference() -> Difference:
+        expected = []
+        off = []
+        for group in _groups(targets):
+            group = group.to(world.device)
+            plain_loss, plain = _subtract_plain_gradients(gpt, ids, group)
+            expected.append(_norms(gpt, plain_loss, plain))
+            with _token_gradients(gpt) as of_chunks:
+                loss = plain_loss + add_gradients(ids, group)
+            of_tokens = plain + torch.cat(of_chunks[::-1], dim=1)  # the last chunk came first
+            off.append(_norms(gpt, loss, of_tokens))
+            gpt.zero_grad()
+        return compare(off, expected, dtype)
+
     with _without_zeros(gpt):
-        compile_blocks(gpt, False)
-        expected, scales = plain_gradients(gpt, ids, targets)
-
-        def difference_of(form: Form) -> Difference:
-            use(gpt, form)
-            return compare(gradients(gpt, ids, targets, runtime), expected, scales)
-
-        form, largest = first_right(difference_of, compiled, runtime.dtype, world)
-    sequences = count(len(ids), "sequence")
-    say(
-        f"gradients of the first {sequences} agree with plain torch: "
-        f"largest difference {largest.size:.2g}, in {largest.name}"
-    )
-    return form
+        is_right, largest = choose(gpt, difference, world)
+    sequences = count(len(token_ids), "sequence")
+    say(f"gradients of the first {sequences} agree with plain torch: {largest.text}")
+    return is_right
 
 
-def first_right(
-    difference_of: Callable[[Form], Difference], compiled: bool, dtype: torch.dtype, world: World
-) -> tuple[Form, Difference]:
-    """Return the first form that is right in all processes, and its largest difference. Warn of
-    what is wrong.
+def choose(gpt: GPT, difference: Callable[[], Difference], world: World) -> tuple[bool, Difference]:
+    """Return whether the configured form of a model is right in all processes, and the difference
+    of the form that is used from now on: that, or plain torch.
 
     Args:
-        difference_of: uses a form and compares it with plain torch, in this process. Its last
-            call is for the form that is returned.
-        compiled: whether the configured form is compiled.
-        dtype: of the run.
+        difference: that of the model as it is, in this process.
 
     Raises:
-        UserError: not even plain torch is right in this dtype.
+        UserError: not even plain torch is right.
     """
-    configured = Form(compiled, tuple(sorted(kernels.left_out)))
-    kernels.used.clear()
-    first = None
-    for form in _forms(configured, world):
-        difference = _largest(difference_of, form, world)
-        first = first or difference
-        if difference.size <= bound_of(dtype):
-            break
-    else:
+    configured = _largest(difference, world)
+    if configured.share <= 1:
+        return True, configured
+    use_plain_torch(gpt)
+    plain = _largest(difference, world)
+    if plain.share > 1:
         raise UserError(
-            f"{first}, and without kernels and compilation {difference}: "
+            f"{configured.text}; in plain torch {plain.text}: "
             "use runtime.dtype=float32, or runtime.proof=false to go on"
         )
-    if form != configured:
-        without = form.lacks(configured)
-        warn(f"{first}: this goes on without {without}, which is slower")
-    return form, difference
+    warn(f"{configured.text}: this goes on in plain torch, without kernels, which is slower")
+    return False, plain
 
 
-def _forms(configured: Form, world: World) -> Iterator[Form]:
-    """Yield the forms to try: as configured, without the kernels of each operator, without all.
-
-    Each comes compiled, if that is configured, and not compiled. All processes must take the same
-    number of forms, because they exchange what they used.
-    """
-    compiled_or_not = [True, False] if configured.compiled else [False]
-
-    def without(operators: Iterable[str]) -> Iterator[Form]:
-        for compiled in compiled_or_not:
-            yield Form(compiled, (*configured.left_out, *operators))
-
-    def used() -> list[str]:
-        # In one process, an error may have come before some operators.
-        return sorted(set().union(*world.exchange([*kernels.used])))
-
-    yield from without(())
-    for operator in used():
-        yield from without([operator])
-    all_used = used()
-    if len(all_used) > 1:
-        yield from without(all_used)
-
-
-def _largest(difference_of: Callable[[Form], Difference], form: Form, world: World) -> Difference:
-    """Return a form's largest difference in all processes."""
+def _largest(difference: Callable[[], Difference], world: World) -> Difference:
+    """Return the largest difference in all processes."""
     try:
-        local = difference_of(form)
+        local = difference()
     except Exception as error:  # compilers raise errors of any kind
         if out_of_memory(error):
             raise
         local = Difference(math.inf, str(error).strip().partition("\n")[0] or repr(error))
+        if world.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(world.device)
+            except RuntimeError:  # this process can no longer use the GPU
+                raise UserError(f"{local.text}: use runtime.kernels=false") from None
     return Difference(*max(world.exchange(local)))
 
 
-def use(gpt: GPT, form: Form) -> None:
-    """Run a model in this form from now on."""
-    if set(form.left_out) != kernels.left_out:
-        kernels.leave_out(form.left_out)
-        if "torch._dynamo" in sys.modules:
-            torch.compiler.reset()  # compiled code holds the choice of kernels
-    compile_blocks(gpt, form.compiled)
+def use_plain_torch(gpt: GPT) -> None:
+    """Run a model without kernels and compilation from now on."""
+    kernels.enabled = False
+    compile_blocks(gpt, False)
 
 
-def gradients(gpt: GPT, token_ids: Tensor, targets: Tensor, runtime: Runtime) -> Gradients:
-    """Return the summed loss, as a training step computes it, and its gradient.
-
-    Both are divided by the number of targets. Targets that do not count are among them.
-    Each matrix of a fused weight has its own gradient: those of q and v would hide that of k.
-    """
-    with runtime.autocast():
-        loss = gpt.summed_loss(token_ids, targets) / targets.numel()
-    named = dict(gpt.named_parameters())
-    grads = torch.autograd.grad(loss, [*named.values()], materialize_grads=True)
-    results = {LOSS: loss.detach()} | dict(zip(named, grads, strict=True))
-    for name, module in gpt.named_modules():
-        if isinstance(module, FusedLinear):
-            fused = results.pop(f"{name}.weight")
-            for i, matrix in enumerate(module.split(fused)):
-                results[f"{name}.weight[{i}]"] = matrix
-    return results
+def _groups(targets: Tensor) -> list[Tensor]:
+    """Return the targets (B, T) eight times, each time an eighth of them; the others are -1."""
+    number = ((targets >= 0).flatten().cumsum(0) - 1).clamp(min=0).view_as(targets)
+    group = number * _N_GROUPS // (number.max() + 1)
+    return [targets.where(group == i, -1) for i in group.unique()]
 
 
-def plain_gradients(
+def _subtract_plain_gradients(
     gpt: GPT, token_ids: Tensor, targets: Tensor
-) -> tuple[Gradients, dict[str, Tensor]]:
-    """Return the loss and gradients in float32, a few sequences at a time, and the scale of each.
+) -> tuple[Tensor, Tensor]:
+    """Give parameters their gradient in float32, times -1; return the loss and the gradients of
+    embeddings (B, T, n_embd), times -1. Sequences without targets have none."""
+    for p in gpt.parameters():
+        p.grad = torch.zeros_like(p)
+    rows = (targets >= 0).any(1)
+    with _plain_torch(gpt), _token_gradients(gpt) as found:
+        loss = -gpt.summed_loss(token_ids[rows], targets[rows])
+        loss.backward()
+    of_tokens = found[0].new_zeros(*targets.shape, gpt.config.n_embd)
+    of_tokens[rows] = found[0]
+    return loss.detach(), of_tokens
 
-    The scale is the root of the sum of the squared norms of the terms that a few sequences give.
-    For independent terms, it is the norm of their sum. Where terms cancel, it does not vanish: nor
-    do their rounding errors.
+
+def _norms(gpt: GPT, loss: Tensor, of_tokens: Tensor) -> Norms:
+    """The norms of a loss, of gradients of embeddings (B, T, n_embd), and of the parameters'.
+
+    The heads of fused matrices are parts: errors of k would be lost among q and v.
     """
-    rows = max(1, min(_AT_ONCE // token_ids.shape[1], len(token_ids) // 8))
-    recompute = gpt.recompute
-    gpt.recompute = "block"
-    total: Gradients = {}
-    squares: dict[str, Tensor] = {}
-    with _plain_torch():
-        runtime = Runtime(gpt.device, torch.float32)
-        for row_ids, row_targets in zip(token_ids.split(rows), targets.split(rows), strict=True):
-            share = len(row_ids) / len(token_ids)
-            for name, value in gradients(gpt, row_ids, row_targets, runtime).items():
-                term = value.float() * share
-                total[name] = total.get(name, 0) + term
-                squares[name] = squares.get(name, 0) + term.norm().square()
-    gpt.recompute = recompute
-    return total, {name: square.sqrt() for name, square in squares.items()}
+    norms = {LOSS: loss.abs().view(1, 1), TOKENS: of_tokens.norm(dim=-1).view(-1, 1)}
+    modules = dict(gpt.named_modules())
+    for name, p in gpt.named_parameters():
+        assert p.grad is not None
+        parts = [p.grad]
+        module = modules[name.rpartition(".")[0]]
+        if isinstance(module, FusedLinear) and p is module.weight:
+            matrices = module.split(p.grad)
+            parts = [head for matrix in matrices for head in matrix.split(gpt.config.head_features)]
+        norms[name] = torch.stack([part.norm() for part in parts])[None]
+    return norms
 
 
-def compare(actual: Gradients, expected: Gradients, scales: dict[str, Tensor]) -> Difference:
-    """Return the largest difference, relative to each tensor's scale, or its norm if larger."""
-    units = {name: scales[name].maximum(value.norm()) for name, value in expected.items()}
-    whole = torch.stack([units[name] for name in units if name != LOSS]).norm()
-    sizes = {
-        name: (actual[name].float() - value).norm() / units[name].maximum(SMALL * whole)
-        for name, value in expected.items()
-    }
-    if LOSS in sizes:
-        sizes[LOSS] *= ROUNDINGS  # it may differ by one rounding only: it is a mean of many losses
-    largest = torch.stack([*sizes.values()]).nan_to_num(nan=math.inf).max(0)
-    name = [*sizes][int(largest.indices)]
-    actual_norm = actual[name].float().norm()
-    norms = f" has norm {actual_norm:.4g}, in plain torch {expected[name].norm():.4g}"
-    return Difference(float(largest.values), name, norms)
+@contextmanager
+def _token_gradients(gpt: GPT) -> Iterator[list[Tensor]]:
+    """Collect gradients of embeddings (B, T, n_embd), in the order of backward passes."""
+    found: list[Tensor] = []
+
+    def watch(module: Any, inputs: Any, x: Tensor) -> None:
+        if x.requires_grad:
+            x.register_hook(found.append)
+
+    handle = gpt.embed.register_forward_hook(watch)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def compare(off: list[Norms], expected: list[Norms], dtype: torch.dtype) -> Difference:
+    """Return the largest difference, of a group of targets or of all.
+
+    A group's is relative to its norm, or to the root mean square of all groups' norms if larger.
+    Where a gradient cancels, or is far below that of other heads, rounding errors stay.
+
+    Args:
+        off: norms of differences, for each group.
+        expected: norms in plain torch.
+        dtype: of the run. Float32 is multiplied as TF32.
+    """
+    smallest = _SMALL * max(norm.max() for group in expected for norm in group.values())
+    rounding = 2**-7 if dtype == torch.bfloat16 else 2**-10
+    largest = Difference(-1, "")
+    for name in expected[0]:
+        norms = torch.cat([group[name] for group in expected])
+        differences = torch.cat([group[name] for group in off])
+        root = norms.count_nonzero(0).clamp(min=1).sqrt()  # of the number of groups
+        mean = norms.norm(dim=0) / root
+        unit = mean.maximum(_WEAK * mean.norm()).maximum(smallest)
+        sizes = differences / norms.maximum(unit), differences.norm(dim=0) / root / unit
+        allowed = _ROUNDINGS_OF_LOSS if name == LOSS else _ROUNDINGS
+        for parts, roundings in zip(sizes, allowed, strict=True):
+            size = float(parts.nan_to_num(nan=math.inf).max())
+            bound = rounding * roundings
+            text = f"largest difference {size:.2g} in {name}, bound {bound:.2g}"
+            largest = max(largest, Difference(size / bound, text))
+    return largest
 
 
 def prove_logits(gpt: GPT, runtime: Runtime, autocast: bool) -> None:
-    """Use only kernels with which a model's logits are right on this GPU.
-
-    An earlier proof for this model and GPU is used. If there is none, the logits of a text of
-    random tokens are compared with plain torch.
+    """Use plain torch if a model's logits are wrong on this GPU: of random tokens, in two chunks.
 
     Args:
         autocast: whether the model runs in `runtime.autocast()`.
     """
-    proofs = Proofs(gpt, runtime.dtype)
-    form = proofs.read()
-    if form is not None:
-        kernels.leave_out({*kernels.left_out, *form.left_out})
+    stored = StoredProof(gpt, runtime.dtype, {"autocast": autocast, "kernels": kernels.enabled})
+    is_right = stored.read()
+    if is_right is not None:
+        kernels.enabled &= is_right
         return
     length = min(_TEXT, gpt.config.max_len or _TEXT)
     n_ids = min(gpt.config.n_vocab, 16)  # so few that strings occur again
     ids = torch.randint(n_ids, (1, length), generator=torch.Generator().manual_seed(0))
     ids = ids.to(gpt.device)
     wide = {name: p.float() for name, p in gpt.named_parameters()}
-    with torch.inference_mode(), _plain_torch():
-        expected = {LOGITS: functional_call(gpt, wide, (ids,))}
-    norms = {LOGITS: expected[LOGITS].norm()}
+    with torch.inference_mode(), _plain_torch(gpt):
+        expected = functional_call(gpt, wide, (ids,))
 
-    def difference_of(form: Form) -> Difference:
-        use(gpt, form)
+    def norms(logits: Tensor) -> Norms:
+        return {LOGITS: torch.stack([x.norm() for x in logits.split(_BLOCK, dim=1)])[:, None]}
+
+    def difference() -> Difference:
         context = runtime.autocast() if autocast else nullcontext()
+        state = None
+        logits = []
         with torch.inference_mode(), context:
-            return compare({LOGITS: gpt(ids)}, expected, norms)
+            for chunk in ids.chunk(2, dim=1):
+                of_chunk, state = gpt(chunk, state, return_state=True)
+                logits.append(of_chunk)
+            off = torch.cat(logits, dim=1) - expected
+        return compare([norms(off)], [norms(expected)], runtime.dtype)
 
-    form, _ = first_right(difference_of, False, runtime.dtype, World(gpt.device))
-    proofs.write(form, {"logits": True})
+    is_right, _ = choose(gpt, difference, World(gpt.device))
+    stored.write(is_right)
 
 
 @contextmanager
@@ -303,55 +290,52 @@ def _without_zeros(gpt: GPT) -> Iterator[None]:
 
 
 @contextmanager
-def _plain_torch() -> Iterator[None]:
-    """Use no kernels, and multiply float32 matrices in float32, not in TF32."""
-    left_out = [*kernels.left_out]
-    precision = torch.get_float32_matmul_precision()
-    kernels.leave_out(kernels.OPERATORS)
+def _plain_torch(gpt: GPT) -> Iterator[None]:
+    """Use no kernels and no compiled code, and multiply float32 matrices in float32, not in TF32.
+
+    Blocks are computed again in backward passes.
+    """
+    before = kernels.enabled, gpt.recompute, torch.get_float32_matmul_precision()
+    kernels.enabled = False
+    gpt.recompute = "block"
     torch.set_float32_matmul_precision("highest")
     try:
-        yield
+        with not_compiled(gpt):
+            yield
     finally:
-        kernels.leave_out(left_out)
+        kernels.enabled, gpt.recompute, precision = before
         torch.set_float32_matmul_precision(precision)
 
 
-class Proofs:
-    """What was proved for a model on this GPU: a JSON file in the folder of caches."""
+class StoredProof:
+    """Whether a model was right on this GPU: a JSON file in the folder of caches."""
 
-    def __init__(self, gpt: GPT, dtype: torch.dtype) -> None:
-        """`dtype`: the run's."""
-        about = {
+    def __init__(self, gpt: GPT, dtype: torch.dtype, options: JsonDict) -> None:
+        """`dtype`: the run's; `options`: what else matters."""
+        self._about = {
             "device": device_name(gpt.device),
             "torch": torch.__version__,
             "triton": triton_version(),
             "sources": code_digest(["model"]),
             "model": gpt.config.model_dump(mode="json"),
             "dtype": str(dtype),
+            **options,
         }
-        key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
-        self._about = about
-        self._path = cache_folder() / f"{key}.json"
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        key = hashlib.sha256(json.dumps(self._about, sort_keys=True).encode()).hexdigest()[:16]
+        self.path = cache / "log_gpt/proofs" / f"{key}.json"
 
-    def read(self, options: JsonDict | None = None) -> Form | None:
-        """Return the form that was proved, with these options if any are given."""
+    def read(self) -> bool | None:
+        """Whether it was right; None: it is not known."""
         try:
-            proof = read_json(self._path)
-            if options is not None and proof["options"] != options:
-                return None
-            return Form(proof["compiled"], tuple(proof["left_out"]))
+            return bool(read_json(self.path)["is_right"])
         except (UserError, KeyError):  # not there, or damaged: it is proved again
             return None
 
-    def write(self, form: Form, options: JsonDict) -> None:
-        """Keep a form, or warn that this is not possible."""
+    def write(self, is_right: bool) -> None:
+        """Keep the outcome, or warn that this is not possible."""
         try:
-            make_directory(self._path.parent, "XDG_CACHE_HOME")
-            write_json(self._path, {**self._about, "options": options, **form._asdict()})
+            make_directory(self.path.parent, "XDG_CACHE_HOME")
+            write_json(self.path, {**self._about, "is_right": is_right})
         except (UserError, OSError) as error:
             warn(f"what was proved is not kept for the next start: {error}")
-
-
-def cache_folder() -> Path:
-    """Where proofs are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "log_gpt" / "proofs"

@@ -15,15 +15,22 @@ from common.memory import out_of_memory
 from common.numbers import ceil_div
 from common.settings import JsonDict, UserError, decode
 from model.gpt import GPT
-from runtime.device import Runtime, compiles, open_runtime, triton_version, why_gpu_is_unseen
+from runtime.device import (
+    Runtime,
+    compile_blocks,
+    compiles,
+    open_runtime,
+    triton_version,
+    why_gpu_is_unseen,
+)
 from runtime.distributed import World
-from runtime.proof import Form, prove_gradients
 from tools.bench.harness import composed, in_own_process, machine, print_table
 from tools.bench.train import measure_rate
 from tools.plan import duration, gigabytes
 from trainer.config import TrainConfig
 from trainer.memory import memory_of
 from trainer.micro_batch import SPARE, largest
+from trainer.start import prove_micro_batch
 
 FLAGSHIP = ["experiment=pile_125m", "model=flagship_125m"]
 OTHERS = (
@@ -107,11 +114,10 @@ def prove_model(words: list[str]) -> str:
     model = config.model.model_copy(update={"n_layer": 2})
     gpt = GPT(model, config.data.reset_at(n_vocab - 1)).to(runtime.device, runtime.param_dtype)
     ids = torch.randint(min(n_vocab, 500), (8, config.seq_len + 1))  # strings occur again
-    compiled = compiles(config.runtime, runtime)
     world = World(runtime.device)
-    form = prove_gradients(gpt, ids[:, :-1], ids[:, 1:], runtime, world, compiled)
-    lost = form.lacks(Form(compiled))
-    return f"are right only without {lost}" if lost else AGREES
+    compile_blocks(gpt, compiles(config.runtime, runtime))
+    is_right = prove_micro_batch(gpt, ids[:, :-1], ids[:, 1:], runtime, world)
+    return AGREES if is_right else "are right only without kernels and torch.compile"
 
 
 def training_step(config: TrainConfig, runtime: Runtime) -> JsonDict:

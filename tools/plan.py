@@ -89,9 +89,7 @@ def plan(config: PlanConfig) -> JsonDict:
     if target.memory is not None:
         room = target.memory * (1 - SPARE)
         most = largest(lambda size: memory_with(size).peak <= room, share)
-    size = config.runtime.micro_batch
-    if size == "auto":
-        size = most or 1
+    size = config.runtime.micro_batch_on(target.runtime.device) or most or 1
     micro_batch = min(size, share)
     memory = memory_with(micro_batch)
     flops_per_token = gpt.flops_per_token(config.seq_len)

@@ -136,7 +136,5 @@ class TrainConfig(FixedSettings, defaults="train"):
             problem = "runtime.compile=true: use false"
         if runtime.sequence_chunk is not None:
             problem = f"runtime.sequence_chunk={runtime.sequence_chunk}: use null"
-        if runtime.micro_batch == "auto":
-            problem = "runtime.micro_batch=auto: use a number, such as 1"
         if problem is not None:
             raise ValueError(f"{setting} does not work with {problem}")

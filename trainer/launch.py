@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import torch
+
 from common.files import read_json
 from common.settings import JsonDict, UserError
 from data.tokenizer import Tokenizer
@@ -53,9 +55,7 @@ def n_processes(config: TrainConfig) -> int:
     given = given_processes(config.runtime)
     if given is not None:
         return given
-    micro_batch = config.runtime.micro_batch
-    shards = config.runtime.context_parallel > 1 or config.runtime.strategy == "fsdp"
-    if shards or micro_batch == "auto":
+    if config.runtime.context_parallel > 1 or config.runtime.strategy == "fsdp":
         return 1  # or an error will say what they need
     cores = usable_cores()
     try:  # a resumed run keeps its number: rounding depends on it
@@ -66,6 +66,7 @@ def n_processes(config: TrainConfig) -> int:
         return int(before)
     if config.epochs is not None:
         config, *_ = open_data(config)
+    micro_batch = config.runtime.micro_batch_on(torch.device("cpu")) or 1
     at_once = min(micro_batch, config.share_of(cores)) * config.seq_len
     kept = at_once * config.model.n_layer
     return choose_processes(config.model, config.batch_size, config.tokens(1), kept)

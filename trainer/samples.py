@@ -4,13 +4,15 @@ inference/engine.py generates faster, in one process. Here every process takes p
 fsdp each holds a shard of the weights.
 """
 
+from contextlib import nullcontext
+
 import torch
 
 from common.settings import UserError
 from data.chat import ChatTokenizer
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
-from runtime.device import Runtime, not_compiled
+from runtime.device import Runtime, is_compiled
 from runtime.distributed import World
 
 _TOKENS = 100
@@ -55,7 +57,7 @@ def sample(
     drawn: list[int] = []
     gpt.eval()
     # Compiling for texts of every length would take minutes.
-    with not_compiled(gpt):
+    with torch.compiler.set_stance("force_eager") if is_compiled(gpt) else nullcontext():
         while len(drawn) < room:
             with runtime.autocast():
                 logits, state = gpt(ids, state, return_state=True)

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from common.command_line import changes_of
 from common.console import say
+from common.numbers import ceil_div
 from common.settings import JsonDict, UserError, differences
 from data.loader import EvalBatches, TrainBatches, eval_batches, open_rows
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
@@ -19,7 +20,7 @@ from model.gpt import GPT, call_layer
 from runtime.checkpoint import Checkpoint, retain
 from runtime.device import Runtime, compile_blocks, compiles, device_name
 from runtime.distributed import SequenceGroup, World
-from runtime.proof import Form, Proofs, prove_gradients, use
+from runtime.proof import StoredProof, prove_gradients, use_plain_torch
 from runtime.state import FixedSettings, TrainState, seed_process
 from trainer.config import TrainConfig
 from trainer.init_from import load_weights, open_source
@@ -29,7 +30,7 @@ from trainer.mup import scale_weights
 from trainer.optim import named_state
 from trainer.resume import find_checkpoint, restore
 from trainer.samples import read_prompt
-from trainer.step import SummedLoss, local_micro_batches
+from trainer.step import SummedLoss, accumulate_gradients, local_micro_batches
 
 _MAY_DIFFER: Any = {"run_dir": True, "dataset_dir": True, "tracker": True, "runtime": {"device"}}
 """Settings that may differ between processes: where they find the same files, what only the main
@@ -189,7 +190,6 @@ def _check_processes(
     settings["runtime"]["dtype"] = str(runtime.dtype).removeprefix("torch.")  # auto's choice
     data = {"dataset_fingerprint": manifest.fingerprint, "tokenizer": manifest.tokenizer.sha256}
     world.check_equal(settings | data | {"init_from": config.init_from is not None})
-    _check_auto(config, runtime)
     share = config.runtime.context_parallel
     if world.size % share:
         raise UserError(
@@ -208,22 +208,6 @@ def _check_processes(
         raise UserError(
             f"{batch}, not divisible among {world.size} processes, as runtime.strategy=fsdp "
             "needs: change one of them, or use runtime.strategy=ddp"
-        )
-
-
-def _check_auto(config: TrainConfig, runtime: Runtime) -> None:
-    """Raise UserError if runtime.micro_batch=auto cannot try sizes here."""
-    if config.runtime.micro_batch != "auto":
-        return
-    number = "give a number, such as runtime.micro_batch=8"
-    if runtime.device.type == "cpu":
-        raise UserError(
-            f"runtime.micro_batch=auto needs a GPU, which reports when its memory is full: {number}"
-        )
-    if config.runtime.strategy == "fsdp":
-        raise UserError(
-            "runtime.micro_batch=auto does not work with runtime.strategy=fsdp, whose processes "
-            f"wait for each other: {number}, or use runtime.strategy=ddp"
         )
 
 
@@ -254,55 +238,65 @@ def build_model(
 
 
 def prove(run: Run) -> None:
-    """Run the model in the first form with the right gradient on this GPU: see proof.py."""
+    """Run the model as configured if its gradient is right on this GPU, else in plain torch: see
+    runtime/proof.py."""
     config = run.config
     world = run.world
-    gpt = run.gpt
-    compiled = compiles(config.runtime, run.runtime)
-    options: JsonDict = {
-        **config.runtime.model_dump(mode="json", include={"kernels", "recompute", "strategy"}),
-        "compile": compiled,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "documents": gpt.eot_id is not None,
-    }
-    proofs = Proofs(gpt, run.runtime.dtype)
-    proved_forms = world.exchange(proofs.read(options))
-    first_form = proved_forms[0]
-    if first_form is not None and all(form == first_form for form in proved_forms):
-        use(gpt, Form(*first_form))
-        return
-    # As the run's steps have it: code is compiled for its size.
     micro_batches = local_micro_batches(
         run.batches, run.state.step, run.group, run.micro_batch, world.device
     )
     token_ids, targets = micro_batches[0]
+    chunk = config.runtime.sequence_chunk
+    if run.group.size > 1:  # a state goes from half to half as from process to process
+        chunk = ceil_div(config.seq_len, 2 * run.group.size)
+    options = {
+        "runtime": config.runtime.model_dump(mode="json"),
+        "documents": run.gpt.eot_id is not None,
+        "sequences, tokens": world.exchange(list(token_ids.shape))[0],
+    }
+    stored = StoredProof(run.gpt, run.runtime.dtype, options)
+    outcomes = world.exchange(stored.read())
+    is_right = outcomes[0]
+    if is_right is None or any(outcome != is_right for outcome in outcomes):
+        runtime = replace(run.runtime, sequence_chunk=chunk)
+        # With fsdp, no process has the whole model's gradient.
+        gpt = _small_model(run) if config.runtime.strategy == "fsdp" else run.gpt
+        is_right = prove_micro_batch(gpt, token_ids, targets, runtime, world)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of each machine
+            stored.write(is_right)
+    if not is_right:
+        use_plain_torch(run.gpt)
+
+
+def prove_micro_batch(
+    gpt: GPT, token_ids: Tensor, targets: Tensor, runtime: Runtime, world: World
+) -> bool:
+    """Return whether a model's gradient is right on a micro-batch; with runtime.sequence_chunk, on
+    its first two chunks."""
+    if runtime.sequence_chunk is not None:
+        token_ids = token_ids[:, : 2 * runtime.sequence_chunk]
+        targets = targets[:, : 2 * runtime.sequence_chunk]
     if not (targets >= 0).any():  # a question without its answer has no gradient
         targets = token_ids.roll(-1, 1)
-    if config.runtime.strategy == "ddp":
-        form = prove_gradients(gpt, token_ids, targets, run.runtime, world, compiled)
-    else:
-        form = _prove_small(run, token_ids, targets, compiled)
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of each machine
-        proofs.write(form, options)
+
+    def add_gradients(token_ids: Tensor, targets: Tensor) -> Tensor:
+        micro_batches = [(token_ids, targets)]
+        loss = accumulate_gradients(SummedLoss(gpt), micro_batches, runtime, world, sync=False)
+        assert loss is not None
+        return loss
+
+    return prove_gradients(gpt, add_gradients, token_ids, targets, runtime.dtype, world)
 
 
-def _prove_small(run: Run, token_ids: Tensor, targets: Tensor, compiled: bool) -> Form:
-    """Prove a model of two blocks, or of as many as the attention pattern has, in the main process.
-
-    With fsdp, no process has the whole model's gradient.
-    """
-    world = run.world
-    proved = None
-    if world.is_main:
-        n_layer = max(2, len(run.config.model.attention_pattern or []))
+def _small_model(run: Run) -> GPT:
+    """Return a whole model of two blocks, or of as many as the attention pattern has."""
+    n_layer = max(2, len(run.config.model.attention_pattern or []))
+    with torch.random.fork_rng([]):
         small = GPT(run.config.model.model_copy(update={"n_layer": n_layer}), run.gpt.eot_id)
-        small.to(world.device)
-        small.recompute = run.config.runtime.recompute
-        alone = World(world.device)
-        proved = prove_gradients(small, token_ids, targets, run.runtime, alone, compiled)
-    form = Form(*world.exchange(proved)[0])
-    use(run.gpt, form)
-    return form
+    small.to(run.world.device, run.runtime.param_dtype)
+    small.recompute = run.config.runtime.recompute
+    compile_blocks(small, compiles(run.config.runtime, run.runtime))
+    return small
 
 
 def _choose_micro_batch(run: Run) -> int:
@@ -313,8 +307,9 @@ def _choose_micro_batch(run: Run) -> int:
     config = run.config
     world = run.world
     state = run.state
-    if config.runtime.micro_batch != "auto":
-        return config.runtime.micro_batch
+    size = config.runtime.micro_batch_on(world.device)
+    if size is not None:
+        return size
     # Every process must decide the same.
     main_device = world.exchange(device_name(world.device))[0]
     place = f"{world.size} x {main_device}"

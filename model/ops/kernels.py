@@ -1,11 +1,11 @@
 """The choice of an operator's form: which implementation runs.
 
-On GPUs "auto" means an operator's kernels, unless they are left out. A run leaves out those that
-its proof finds wrong (runtime/proof.py), or all of them with runtime.kernels=false.
+On GPUs "auto" means an operator's kernels, unless a process uses none: with runtime.kernels=false,
+or when its proof finds its numbers wrong (runtime/proof.py).
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,20 +15,8 @@ from torch import Tensor
 from common.console import say_once
 from model.ops.custom import assume_constant_result
 
-OPERATORS = (
-    "log attention",
-    "the log recurrence",
-    "the loss",
-    "sparse attention",
-    "softmax attention that forgets",
-)
-"""All operators with kernels, by the names of their messages."""
-
-left_out: set[str] = set()
-"""Operators whose kernels this process does not use."""
-
-used: set[str] = set()
-"""Operators whose kernels this process has used."""
+enabled = True
+"""Whether this process uses kernels. The choice is constant in compiled code."""
 
 WhyNot = Callable[..., str | None]
 """Returns why a device cannot run the kernels, or None if it can.
@@ -36,15 +24,6 @@ WhyNot = Callable[..., str | None]
 It takes the type and the index of the device, and the type and the last dimension of the operator's
 first input.
 """
-
-
-def leave_out(operators: Iterable[str]) -> None:
-    """Use the kernels of all operators but these from now on.
-
-    The choice is constant in compiled code, so call torch.compiler.reset() if such code exists.
-    """
-    left_out.clear()
-    left_out.update(operators)
 
 
 @assume_constant_result
@@ -79,7 +58,7 @@ def choose_form(
     """Return the form to run: `backend` itself, or for "auto" the fastest one on this device.
 
     Args:
-        operator: one of OPERATORS.
+        operator: its name in messages.
         forms: all that exist. The last one has kernels for GPUs, and the one before it takes
             anything.
         x: the operator's first input.
@@ -120,12 +99,11 @@ def _fastest(
     size: int,
 ) -> str:
     """Choose the form of an operator. On a GPU, say the choice once."""
-    if not has_kernels(device) or operator in left_out or dtype == torch.float64:
+    if not enabled or not has_kernels(device) or dtype == torch.float64:
         return plain
     reason = why_not(device, index, dtype, size)
     if reason is not None:
         say_once(f"{operator} uses {plain}, which is slower: {fast} {reason}")
         return plain
-    used.add(operator)
     say_once(f"{operator} uses {fast}")
     return fast

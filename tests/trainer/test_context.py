@@ -88,7 +88,6 @@ def test_a_run_in_groups_is_the_run_of_one_process(train_in_processes):
         ("context_parallel=2 runtime.strategy=fsdp", "does not work with runtime.strategy=fsdp: use ddp"),
         ("context_parallel=2 runtime.compile=true", "does not work with runtime.compile=true: use false"),
         ("context_parallel=2 runtime.sequence_chunk=8", "does not work with runtime.sequence_chunk=8: use null"),
-        ("context_parallel=2 runtime.micro_batch=auto", "use a number, such as 1"),
         ("context_parallel=2", "does not divide 1 processes: start 2 or a multiple of it with torchrun"),
     ],
 )

@@ -13,7 +13,7 @@ from torch import nn
 from common.settings import UserError, decode
 from model.gpt import GPT, GPTConfig
 from runtime.checkpoint import newest, open_checkpoint
-from runtime.device import Runtime
+from runtime.device import Runtime, RuntimeConfig
 from runtime.distributed import World
 from trainer.micro_batch import choose_micro_batch
 from trainer.step import SummedLoss
@@ -82,6 +82,11 @@ def test_not_even_one_is_a_line_for_the_user(choose):
         choose(Limited(0), 8)
 
 
+def test_a_library_that_finds_no_room_lacks_memory(choose):
+    error = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+    assert choose(Limited(2, error=error), 8) == 2
+
+
 @pytest.mark.parametrize(
     "error", [RuntimeError("shapes do not match"), ValueError("out of memory"), KeyboardInterrupt()]
 )
@@ -115,6 +120,17 @@ def test_trials_compile_nothing(choose):
         module(*torch.zeros(2, 1, 16, dtype=torch.int64))
 
 
+def test_what_is_compiled_by_itself_stays_so_in_trials(choose):
+    """FlexAttention, uncompiled, would need more memory."""
+    compiled = []
+    double = torch.compile(lambda x: 2 * x, backend=lambda graph, inputs: compiled.append(graph) or graph)
+    module = tiny_gpt()
+    module.gpt.norm.register_forward_hook(lambda norm, inputs, x: double(x))
+    module.gpt.blocks[0].compile(backend="eager")
+    choose(module, 4)
+    assert len(compiled) == 1
+
+
 @pytest.mark.slow
 def test_two_processes_agree_on_what_the_poorer_one_can_do():
     script = """
@@ -145,7 +161,7 @@ def test_a_run_has_the_losses_of_any_other_micro_batch_and_keeps_what_was_chosen
 ):
     args = [*tiny_args, "eval.every=5"]
     assert command("train", *args, "runtime.micro_batch=1", f"run_dir={tmp_path / 'one'}").status == 0
-    monkeypatch.setattr("trainer.start._check_auto", lambda *_: None)
+    monkeypatch.setattr(RuntimeConfig, "micro_batch_on", lambda *_: None)  # as on a GPU
     monkeypatch.setattr("trainer.start.choose_micro_batch", lambda *_: 3)  # which does not divide 4 sequences
     args += ["runtime.micro_batch=auto"]
     assert command("train", *args, f"run_dir={tmp_path / 'whole'}").status == 0
@@ -160,11 +176,18 @@ def test_a_run_has_the_losses_of_any_other_micro_batch_and_keeps_what_was_chosen
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "run")
 
 
-def test_on_a_cpu_it_wants_a_number(command, tiny_args):
-    refused = command("train", *tiny_args, "runtime.micro_batch=auto")
-    assert refused.status == 1
-    assert "runtime.micro_batch=auto needs a GPU" in refused.err
-    assert refused.err.endswith("give a number, such as runtime.micro_batch=8\n")
+@pytest.mark.parametrize(
+    ("settings", "device", "size"),
+    [
+        ({}, "cuda", None),
+        ({}, "cpu", 8),
+        ({"strategy": "fsdp"}, "cuda", 8),
+        ({"context_parallel": 2}, "cuda", 8),
+        ({"micro_batch": 3}, "cuda", 3),
+    ],
+)
+def test_sizes_are_tried_where_that_is_possible(settings, device, size):
+    assert decode(RuntimeConfig, settings).micro_batch_on(torch.device(device)) == size
 
 
 @pytest.mark.gpu(alone=True)
