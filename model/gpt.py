@@ -441,8 +441,7 @@ class GPT(nn.Module):
         return (logits, state) if return_state else logits
 
     def logits(self, x: Tensor) -> Tensor:
-        """Output layer: (..., n_embd) -> (..., n_vocab). Padding rows have no logits here, but
-        losses include them."""
+        """Output layer: (..., n_embd) -> (..., n_vocab). Padding rows have no logits."""
         logits = x @ self.embed.weight.T if self.config.tied else self.output(x)
         return logits[..., : self.config.n_vocab]
 
@@ -545,7 +544,8 @@ class GPT(nn.Module):
         With `return_state` also the state: as `forward`.
         """
         x, state = self.features(token_ids, state, return_state)
-        losses = token_losses(x.flatten(0, 1), self.output_weight, targets.flatten())
+        n_vocab = self.config.n_vocab
+        losses = token_losses(x.flatten(0, 1), self.output_weight, targets.flatten(), n_vocab)
         losses = losses.view_as(targets)
         return (losses, state) if return_state else losses
 
@@ -557,7 +557,9 @@ class GPT(nn.Module):
         return_state: bool = False,
         call_layer: Callable[..., Any] = call_layer,
     ) -> Any:
-        """Sum of `token_losses`, computed with less memory.
+        """The loss to train: the sum of `token_losses`, computed with less memory.
+
+        Here padding rows have logits, as in the published code.
 
         Without targets the loss is None, and only the state is computed. `call_layer` is that of
         `features`.

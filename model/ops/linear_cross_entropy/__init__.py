@@ -28,18 +28,21 @@ CHUNK = {"cpu": 2**27, "cuda": 2**30}  # bytes of logits at a time: a GPU needs 
 ROW_CHUNKS = {"cpu": 128, "cuda": 16}
 
 
-def token_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def token_losses(
+    x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int | None = None
+) -> Tensor:
     """Cross-entropy in nats of x @ weight.T, (N,), float32 or float64; 0 for negative targets.
 
     Args:
         x: (N, D).
         weight: (V, D).
         targets: (N,), from 0 to V - 1.
+        n_vocab: later rows of the weight have no logits; None: all have.
     """
     size = _tokens(weight, 2)
     losses = []
     for x_n, target in zip(x.split(size), targets.clamp(min=-1).split(size), strict=True):
-        logits = x_n @ weight.T
+        logits = (x_n @ weight.T)[:, :n_vocab]
         logits = logits.to(accumulation_dtype(logits))
         losses.append(cross_entropy(logits, target, ignore_index=-1, reduction="none"))
     return torch.cat(losses)
@@ -50,8 +53,7 @@ def summed_loss(x: Tensor, weight: Tensor, targets: Tensor, *, backend: str = "a
     backward pass.
 
     Args:
-        backend: "chunked", "triton" (a kernel, see docs/kernels.md), or "auto": "triton" on GPUs
-            that support it.
+        backend: "chunked", "triton" (a kernel), or "auto": "triton" on GPUs that support it.
 
     Raises:
         ValueError: the backend does not exist or is not supported here.
