@@ -1,12 +1,13 @@
 """What pages say that can be computed is what the code computes, and the keys and extras that they name exist."""
 
 import functools
+import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
-import tomllib
 import yaml
 
 from cli import compose
@@ -20,9 +21,7 @@ from tools.plan import PlanConfig, plan
 from trainer.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = {
-    path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))
-}
+PAGES = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
 
 
 @functools.cache
@@ -48,6 +47,10 @@ def megabytes(model, part):
     return state_bytes([module.initial_state(1, device) for module in (gpt.position, *gpt.blocks)]) / 1e6
 
 
+def n_ngram_slots(model):
+    return gpt_of(model).ngrams.initial_state(1, torch.device("meta")).table.shape[-1] - 1  # one stays empty
+
+
 def gigabytes_of_keys_and_values(model, n_tokens):
     config = gpt_of(model).config
     return config.n_layer * n_tokens * 2 * config.n_embd * 4 / 1e9
@@ -67,18 +70,25 @@ def default(command, key):
     value = compose(command, [], complete=False)
     for name in key.split("."):
         value = value[name]
-    return {None: "null", True: "true", False: "false"}.get(value, value)
+    return json.dumps(value).strip('"')
 
 
 def days(experiment, tokens_per_second):
     return n_tokens(experiment) / tokens_per_second / 86_400
 
 
+def choices(group):
+    *names, last = groups_of("train")[group]
+    return f"{', '.join(names)} or {last}"
+
+
 PUBLISHED, FLAGSHIP = 433_400, 374_700  # tokens per second on an H200, measured
 FIGURES = {
     "README": [
         lambda: f"`heinsen_125m` with {n_params('heinsen_125m'):,} parameters",
-        lambda: "{0.batch_tokens:,} tokens per step, {0.max_steps:,} steps".format(train_config("experiment=pile_125m")),
+        lambda: "{0.batch_tokens:,} tokens per step, {0.max_steps:,} steps".format(
+            train_config("experiment=pile_125m")
+        ),
         lambda: f"on {n_tokens('pile_125m_2h') / 1e9:.1f} B tokens",
         lambda: f"on {n_tokens('fineweb_124m') / 1e9:.2f} B tokens of FineWeb",
         lambda: f"{days('pile_125m', PUBLISHED):.1f} days for the published recipe",
@@ -91,9 +101,12 @@ FIGURES = {
         lambda: f"({n_params('flagship_1m') / 1e6:.2f} M parameters)",
     ],
     "attention": [
+        lambda: f"`model/block=` is {choices('model/block')}.",
+        lambda: f"`model/position=` is {choices('model/position')}.",
+        *(lambda name=name: f"| {name} | " for name in groups_of("train")["model/attention"]),
         lambda: f"q at {-QUERY[0]:.0f} below the query's largest, k at {KEY[0]:.0f} and {KEY[1]:.0f}",
         lambda: f"log_v at {VALUE[0]:.0f} and {VALUE[1]:.0f}",
-        lambda: f"{megabytes('flagship_125m', 'ngrams') * 1e6 / 8 / 8:,.0f} entries of 8 bytes for each length",
+        lambda: f"{n_ngram_slots('flagship_125m'):,} entries of 8 bytes for each length",
     ],
     "evaluation": [
         lambda: f"`top_k=50` ({default('sample', 'top_k')} by default)",
@@ -115,18 +128,22 @@ FIGURES = {
             lambda key=key: f"| `{key}={default('train', key)}` |"
             for key in ("runtime.max_bad_steps", "runtime.timeout_minutes", "runtime.deterministic")
         ),
-        lambda: f"| `flagship_10m` | {megabytes('flagship_10m', 'layers'):.2f} MB, and "
-        f"{megabytes('flagship_10m', 'ngrams'):.2f} MB of n-grams",
+        lambda: (
+            f"| `flagship_10m` | {megabytes('flagship_10m', 'layers'):.2f} MB, and "
+            f"{megabytes('flagship_10m', 'ngrams'):.2f} MB of n-grams"
+        ),
         lambda: f"| {gigabytes_of_keys_and_values('flagship_10m', 65_536):.1f} GB |",
         lambda: f"| `flagship_125m` | {megabytes('flagship_125m', 'layers'):.1f} MB",
         lambda: f"| {gigabytes_of_keys_and_values('flagship_125m', 65_536):.1f} GB |",
         lambda: f"| `heinsen_125m` | {megabytes('heinsen_125m', 'layers'):.1f} MB",
         lambda: f"| {gigabytes_of_keys_and_values('heinsen_125m', 65_536):.1f} GB |",
     ],
-    "data": [lambda: f"({default('prepare', 'shard_tokens') / 1e6:.0f} million)"],
+    "data": [lambda: f"({int(default('prepare', 'shard_tokens')) / 1e6:.0f} million)"],
     "research": [
-        lambda: f"state from {megabytes('flagship_125m', 'layers'):.1f} to "
-        f"{megabytes('flagship_125m', 'layers') + megabytes('flagship_125m', 'ngrams'):.1f} MB",
+        lambda: (
+            f"state from {megabytes('flagship_125m', 'layers'):.1f} to "
+            f"{megabytes('flagship_125m', 'layers') + megabytes('flagship_125m', 'ngrams'):.1f} MB"
+        ),
     ],
 }
 
@@ -151,13 +168,18 @@ def test_the_plan_on_a_page_is_the_plan(command):
 def test_the_memory_of_recomputation_on_a_page_is_planned():
     said = " ".join(PAGES["training"].split())
     for recompute in ("none", "selective", "block"):
-        options = ["experiment=pile_125m", "device=a100-40gb", "runtime.micro_batch=12", f"runtime.recompute={recompute}"]
+        options = [
+            "experiment=pile_125m",
+            "device=a100-40gb",
+            "runtime.micro_batch=12",
+            f"runtime.recompute={recompute}",
+        ]
         planned = plan(decode(PlanConfig, compose("plan", options)))["memory"]["activations"]
         assert f"{planned / 1e9:.2f} GB with `{recompute}`" in said
 
 
 OTHERS = {  # keys of other programs, and of Python
-    *("add_generation_prompt", "backend", "device_map", "target_modules", "use_cache", "wandb_log"),
+    *("add_generation_prompt", "backend", "device_map", "lines", "target_modules", "use_cache", "wandb_log"),
     *("hydra/launcher", "hydra/sweeper"),
 }
 

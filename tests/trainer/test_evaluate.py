@@ -101,9 +101,7 @@ def test_training_evaluation_export_and_the_harness_measure_the_same_loss_of_a_p
     run_dir = run_of({"runtime.dtype": "float64", "eval.batches": 2, "model.pad_vocab": 64})
     run_evaluation(decode(EvaluateConfig, {"checkpoint": str(run_dir), **ON_SPLIT}))
     gpt, _ = load_model(run_dir)
-    gpt.double()
-    windows = list(eval_batches(val, 16, 8).rows(0, 8))
-    token_ids, targets = map(torch.from_numpy, windows)
+    token_ids, targets = map(torch.from_numpy, eval_batches(val, 16, 8).rows(0, 8))
     with torch.no_grad():
         wanted = -gpt(token_ids).log_softmax(-1).gather(-1, targets.unsqueeze(-1)).mean().item()
 
@@ -113,10 +111,11 @@ def test_training_evaluation_export_and_the_harness_measure_the_same_loss_of_a_p
     export(run_dir, tmp_path / "export")
     raw = json.loads((tmp_path / "export" / "config.json").read_text())["architecture"]
     exported = GPT(decode(GPTConfig, raw)).double()
-    exported.load_state_dict({k.removeprefix("gpt."): w for k, w in load_file(tmp_path / "export/model.safetensors").items()})
-    assert exported.loss(token_ids, targets).item() == pytest.approx(wanted, rel=1e-6)  # float32 weights
+    weights = load_file(tmp_path / "export" / "model.safetensors")
+    exported.load_state_dict({name.removeprefix("gpt."): weight for name, weight in weights.items()})
+    assert exported.loss(token_ids, targets).item() == pytest.approx(wanted, rel=1e-12)
     harness = pytest.importorskip("inference.harness_model", reason="lm-evaluation-harness is not installed")
-    texts = [([*ids, last], 1) for ids, last in zip(token_ids.tolist(), targets[:, -1].tolist(), strict=True)]
+    texts = [(ids, 1) for ids in torch.cat([token_ids, targets[:, -1:]], dim=1).tolist()]
     runtime = open_runtime(decode(EvaluateConfig, {"checkpoint": ".", "runtime": RUNTIME}).runtime)
     scores = harness.score(gpt, texts, 3, runtime)
     assert -sum(nats for nats, _ in scores) / targets.numel() == pytest.approx(wanted, rel=1e-12)

@@ -28,9 +28,7 @@ CHUNK = {"cpu": 2**27, "cuda": 2**30}  # bytes of logits at a time: a GPU needs 
 ROW_CHUNKS = {"cpu": 128, "cuda": 16}
 
 
-def token_losses(
-    x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int | None = None
-) -> Tensor:
+def token_losses(x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int | None = None) -> Tensor:
     """Cross-entropy in nats of x @ weight.T, (N,), float32 or float64; 0 for negative targets.
 
     Args:
