@@ -64,7 +64,8 @@ def command(
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     os.environ["MPLBACKEND"] = "agg"  # a notebook's may not be installed here
     logging.getLogger().setLevel(logging.ERROR)
-    guard_output(lossy=config_name == "train")  # a run matters more than its output
+    # A run and a server matter more than their output.
+    guard_output(lossy=config_name in ("train", "serve"))
     debug = "--debug" in sys.argv
     texts = texts_in(sys.argv[1:], text_keys)
     has_begun = False

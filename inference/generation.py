@@ -105,7 +105,8 @@ class Token(NamedTuple):
 
     id: int
     offset: int
-    """Characters of the text before it, without one that began in an earlier token."""
+    """Characters of the prompt and the continuation before it, without one that began in an earlier
+    token."""
     logprob: float | None
     """In nats; None: nothing was read before it."""
     top: dict[int, float]
@@ -159,7 +160,7 @@ class Generation:
         self.tell: Tell = lambda update: None
         # It decodes the prompt, and after `end_prompt` the continuation.
         self._stream = TextStream(tokenizer)
-        self._n_echoed = 0  # characters of the prompt in `text`
+        self._n_prompt = 0  # characters of the prompt, once it is read
         self._later: list[Token] = []  # tokens that begin after `text`
 
     @property
@@ -194,11 +195,12 @@ class Generation:
 
     def end_prompt(self) -> None:
         """Report the prompt if requested. There may be nothing else to report."""
-        ids = self.request.ids[self.request.prompt_start :] if self.request.echo else ()
+        ids = self.request.ids[self.request.prompt_start :]
         text = self.tokenizer.decode_bytes(ids).decode(errors="replace")
-        self._n_echoed = len(text)
+        self._n_prompt = len(text)
         self._stream = TextStream(self.tokenizer, self.request.stop)
-        self._add(text, "length" if self.request.max_tokens == 0 else None)
+        echoed = text if self.request.echo else ""
+        self._add(echoed, "length" if self.request.max_tokens == 0 else None)
 
     def accept(self, token_id: int, logits: Tensor) -> None:
         """Add a token drawn from `logits` (n_vocab,), and report the text that is certain now."""
@@ -234,7 +236,7 @@ class Generation:
             logprob = logprobs[i, token_id].item()
             top = dict(zip(top_ids[i].tolist(), top_logprobs[i].tolist(), strict=True))
             top[token_id] = logprob
-            self._later.append(Token(token_id, self._n_echoed + stream.n_chars, logprob, top))
+            self._later.append(Token(token_id, self._n_prompt + stream.n_chars, logprob, top))
             text += stream.push(token_id)
         return text
 
@@ -242,7 +244,7 @@ class Generation:
         self.text += text
         self.finish_reason = finish_reason
         if text or finish_reason:
-            end = len(self.text)
+            end = len(self.text) + (0 if self.request.echo else self._n_prompt)
             tokens = tuple(token for token in self._later if token.offset < end)
             self._later = [token for token in self._later if token.offset >= end]
             self.tokens += tokens

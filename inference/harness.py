@@ -129,7 +129,7 @@ def _max_length(config: HarnessConfig, loaded: Loaded) -> int | None:
 
 def _table(results: JsonDict) -> Table:
     """Return a table with a row for each metric of each task and filter of its answers."""
-    table = table_of(["task", "filter", "metric"], ["examples", "value", "standard error"])
+    table = table_of(["task", "filter", "metric"], ["shots", "examples", "value", "standard error"])
     for task, values in results["results"].items():
         for key, value in values.items():
             metric, comma, kind = key.partition(",")
@@ -137,8 +137,9 @@ def _table(results: JsonDict) -> Table:
                 continue
             numbers = [value, values.get(f"{metric}_stderr,{kind}", "")]
             cells = [f"{x:.4f}" if isinstance(x, float) else str(x) for x in numbers]
-            n_examples = str(results["n-shot"].get(task, ""))
-            table.add_row(task, kind, metric, n_examples, *cells)
+            n_shots = str(results["n-shot"].get(task, ""))
+            n_examples = str(results["n-samples"].get(task, {}).get("effective", ""))
+            table.add_row(task, kind, metric, n_shots, n_examples, *cells)
     return table
 
 

@@ -469,8 +469,7 @@ class GPT(nn.Module):
         return (logits, state) if return_state else logits
 
     def logits(self, x: Tensor) -> Tensor:
-        """Output layer: (..., n_embd) -> (..., n_vocab). Padding rows have no logits here, but
-        losses include them."""
+        """Output layer: (..., n_embd) -> (..., n_vocab). Padding rows have no logits."""
         logits = x @ self.embed.weight.T if self.config.tied else self.output(x)
         return capped(logits[..., : self.config.n_vocab], self.config.logit_cap)
 
@@ -573,8 +572,10 @@ class GPT(nn.Module):
         With `return_state` also the state: as `forward`.
         """
         x, state = self.features(token_ids, state, return_state)
-        cap = self.config.logit_cap
-        losses = token_losses(x.flatten(0, 1), self.output_weight, targets.flatten(), cap)
+        config = self.config
+        losses = token_losses(
+            x.flatten(0, 1), self.output_weight, targets.flatten(), config.n_vocab, config.logit_cap
+        )
         losses = losses.view_as(targets)
         return (losses, state) if return_state else losses
 
@@ -586,7 +587,9 @@ class GPT(nn.Module):
         return_state: bool = False,
         call_layer: Callable[..., Any] = call_layer,
     ) -> Any:
-        """Sum of `token_losses`, computed with less memory.
+        """The loss to train: the sum of `token_losses`, computed with less memory.
+
+        Here padding rows have logits, as in the published code.
 
         Without targets the loss is None, and only the state is computed. `call_layer` is that of
         `features`.

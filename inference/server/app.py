@@ -1,6 +1,7 @@
 """The routes: a page at /, OpenAI's API at /v1. Every error has OpenAI's form and a reason."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI, Request
@@ -31,6 +32,7 @@ def create_app(served: Served) -> FastAPI:
     """Return the application; the caller starts and stops its worker."""
     app = FastAPI(openapi_url=None)
     app.add_middleware(guarded, hosts=served.hosts)
+    get = partial(app.api_route, methods=["GET", "HEAD"])
 
     @app.exception_handler(ApiError)
     @app.exception_handler(UserError)
@@ -50,22 +52,22 @@ def create_app(served: Served) -> FastAPI:
     async def _gone(_: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)  # nobody reads it
 
-    @app.get("/")
-    @app.get("/page.js")
-    @app.get("/page.css")
+    @get("/")
+    @get("/page.js")
+    @get("/page.css")
     async def page(request: Request) -> Response:
         return FileResponse(PAGE / (request.url.path[1:] or "page.html"), headers=_SAFE)
 
-    @app.get("/health")
+    @get("/health")
     async def health() -> JsonDict:
         writing, waiting = served.worker.load
         return {"status": "ok", "writing": writing, "waiting": waiting}
 
-    @app.get("/v1/models")
+    @get("/v1/models")
     async def models() -> JsonDict:
         return {"object": "list", "data": [_model(served)]}
 
-    @app.get("/v1/models/{name:path}")
+    @get("/v1/models/{name:path}")
     async def model(name: str) -> JsonDict:
         check_model(name, served)
         return _model(served)

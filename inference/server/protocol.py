@@ -60,6 +60,8 @@ class ServeConfig(ModelConfig, defaults="serve"):
     """Most cached states of recent prompts, reused by prompts that start alike; 0: none."""
     cache_bytes: int = Field(ge=0)
     """Most bytes of these states, on the model's device."""
+    quiet: bool
+    """Whether to print no line for each request."""
 
 
 class StreamOptions(Settings):

@@ -1,7 +1,9 @@
 """scripts/serve.py: serve a model until Ctrl-C or SIGTERM."""
 
 import ipaddress
+import logging
 import socket
+import time
 from types import FrameType
 
 import uvicorn
@@ -36,6 +38,9 @@ def serve(config: ServeConfig) -> None:
         cache=PromptCache(config.cache_states, config.cache_bytes),
     )
     worker = Worker(engine, config.max_queue)
+    access_log = logging.getLogger("uvicorn.access")
+    access_log.setLevel(logging.INFO)
+    access_log.addHandler(_Lines())
     name = loaded.checkpoint.run_dir.resolve().name
     with listen(config.host, config.port) as listener:
         served = Served(name, worker, tokenizer, config, _names(config.host))
@@ -48,6 +53,7 @@ def serve(config: ServeConfig) -> None:
         settings = uvicorn.Config(
             app,
             log_config=None,
+            access_log=not config.quiet,
             http="h11",
             lifespan="off",
             timeout_graceful_shutdown=_SECONDS_TO_FINISH,
@@ -56,6 +62,13 @@ def serve(config: ServeConfig) -> None:
         _Server(settings, worker).run(sockets=[listener])
         worker.join(_SECONDS_FOR_THE_LAST_TURN)
     say("stopped")
+
+
+class _Lines(logging.Handler):
+    """Prints a line with the time for each request."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"{time.strftime('%H:%M:%S')} {record.getMessage()}")
 
 
 class _Server(uvicorn.Server):

@@ -223,6 +223,6 @@ def test_the_command_runs_tasks_of_every_kind(command, trained, tasks):
     assert ",runtime.dtype=float64" in kept.name
     assert f"written to {run_dir / 'lm_eval.json'}" in done.out
     table = [line.split() for line in done.out.splitlines()]
-    assert ["task", "filter", "metric", "examples", "value", "standard", "error"] in table
+    assert ["task", "filter", "metric", "shots", "examples", "value", "standard", "error"] in table
     accuracy, error = [f"{results['local_multiple_choice'][f'acc{kind},none']:.4f}" for kind in ("", "_stderr")]
-    assert ["local_multiple_choice", "none", "acc", "0", accuracy, error] in table
+    assert ["local_multiple_choice", "none", "acc", "0", "2", accuracy, error] in table

@@ -5,16 +5,19 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from common.settings import decode
 from data.loader import eval_batches
 from data.shards import TokenStream, read_manifest
 from data.tokenizer import load_tokenizer
 from inference.evaluate import EvaluateConfig, run_evaluation
-from model.gpt import GPT
+from model.gpt import GPT, GPTConfig
+from runtime.checkpoint import load_model
 from runtime.device import open_runtime
 from runtime.distributed import World
 from runtime.losses import evaluate
+from tools.convert.export_hf import export
 from trainer.loop import fit
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -91,3 +94,34 @@ def test_command_evaluates_what_training_does_and_writes_what_it_prints(tiny, ca
     out = capsys.readouterr().out
     assert f"loss {result['loss']:.4f}" in out
     assert f"{result['bits_per_byte']:.4f} bits per byte" in out
+
+
+def test_training_evaluation_export_and_the_harness_measure_the_same_loss_of_a_padded_vocabulary(run_of, val, tmp_path):
+    """That of the model's own probabilities of its 257 ids; only the loss whose gradient is taken has all 320 rows."""
+    run_dir = run_of({"runtime.dtype": "float64", "eval.batches": 2, "model.pad_vocab": 64})
+    run_evaluation(decode(EvaluateConfig, {"checkpoint": str(run_dir), **ON_SPLIT}))
+    gpt, _ = load_model(run_dir)
+    token_ids, targets = map(torch.from_numpy, eval_batches(val, 16, 8).rows(0, 8))
+    with torch.no_grad():
+        wanted = -gpt(token_ids).log_softmax(-1).gather(-1, targets.unsqueeze(-1)).mean().item()
+
+    last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["val_loss"] == pytest.approx(wanted, rel=1e-12)
+    assert json.loads((run_dir / "eval.json").read_text())["loss"] == pytest.approx(wanted, rel=1e-12)
+    export(run_dir, tmp_path / "export")
+    raw = json.loads((tmp_path / "export" / "config.json").read_text())["architecture"]
+    exported = GPT(decode(GPTConfig, raw)).double()
+    weights = load_file(tmp_path / "export" / "model.safetensors")
+    exported.load_state_dict({name.removeprefix("gpt."): weight for name, weight in weights.items()})
+    assert exported.loss(token_ids, targets).item() == pytest.approx(wanted, rel=1e-12)
+    harness = pytest.importorskip("inference.harness_model", reason="lm-evaluation-harness is not installed")
+    texts = [(ids, 1) for ids in torch.cat([token_ids, targets[:, -1:]], dim=1).tolist()]
+    runtime = open_runtime(decode(EvaluateConfig, {"checkpoint": ".", "runtime": RUNTIME}).runtime)
+    scores = harness.score(gpt, texts, 3, runtime)
+    assert -sum(nats for nats, _ in scores) / targets.numel() == pytest.approx(wanted, rel=1e-12)
+
+    rows = torch.nn.functional.cross_entropy(
+        (gpt.features(token_ids)[0] @ gpt.embed.weight.T).flatten(0, 1), targets.flatten()
+    )
+    assert gpt.loss(token_ids, targets).item() == pytest.approx(rows.item(), rel=1e-12)
+    assert rows.item() > wanted + 1e-3  # there is a difference to speak of

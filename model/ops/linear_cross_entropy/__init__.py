@@ -33,7 +33,13 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else (logits / cap).tanh() * cap
 
 
-def token_losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float | None = None) -> Tensor:
+def token_losses(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    n_vocab: int | None = None,
+    cap: float | None = None,
+) -> Tensor:
     """Cross-entropy in nats of capped(x @ weight.T), (N,), float32 or float64; 0 for negative
     targets.
 
@@ -41,11 +47,12 @@ def token_losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float | None =
         x: (N, D).
         weight: (V, D).
         targets: (N,), from 0 to V - 1.
+        n_vocab: later rows of the weight have no logits; None: all have.
     """
     size = _tokens(weight, 2)
     losses = []
     for x_n, target in zip(x.split(size), targets.clamp(min=-1).split(size), strict=True):
-        logits = x_n @ weight.T
+        logits = (x_n @ weight.T)[:, :n_vocab]
         logits = capped(logits.to(accumulation_dtype(logits)), cap)
         losses.append(cross_entropy(logits, target, ignore_index=-1, reduction="none"))
     return torch.cat(losses)
@@ -58,8 +65,7 @@ def summed_loss(
     backward pass.
 
     Args:
-        backend: "chunked", "triton" (a kernel, see docs/kernels.md), or "auto": "triton" on GPUs
-            that support it.
+        backend: "chunked", "triton" (a kernel), or "auto": "triton" on GPUs that support it.
 
     Raises:
         ValueError: the backend does not exist or is not supported here.

@@ -1,5 +1,9 @@
-"""Cross-entropy and its gradient by a GPU kernel, in the memory of the logits: docs/kernels.md
-explains its design."""
+"""Cross-entropy and its gradient by a GPU kernel, in the memory of the logits.
+
+A program reads the logits of a token twice: for their logsumexp and the loss, then for the
+gradient, which overwrites them in their dtype. It skips tokens that are not counted. There is no
+scatter, and no copy in float32.
+"""
 
 import torch
 import triton

@@ -113,6 +113,19 @@ def test_a_stream_says_the_same_in_pieces(client):
             assert [value for piece in pieces for value in piece["logprobs"][key]] == values
 
 
+def test_tokens_are_placed_in_the_prompt_and_its_continuation(client):
+    """By characters of both, whether the prompt is returned or not: as OpenAI's."""
+    body = {"prompt": "né 日本", "max_tokens": 12, "seed": 3, "logprobs": 1}
+    echoed = complete(client, **body, echo=True)["choices"][0]
+    alone = complete(client, **body)["choices"][0]
+    n_prompt = len("né 日本".encode())  # its tokens are bytes
+    assert echoed["text"] == "né 日本" + alone["text"]
+    assert alone["logprobs"]["text_offset"] == echoed["logprobs"]["text_offset"][n_prompt:]
+    assert alone["logprobs"]["text_offset"][0] == len("né 日本")
+    pieces = [choice["logprobs"] for chunk in streamed(client, **body) for choice in chunk["choices"]]
+    assert [offset for piece in pieces for offset in piece["text_offset"]] == alone["logprobs"]["text_offset"]
+
+
 BAD = [
     ({"prompt": 5}, "prompt=5: give a text"),
     ({"prompt": [97, 257]}, "token id 257: this model's are 0 to 256"),
@@ -161,6 +174,15 @@ def test_other_errors_have_that_form_too(client):
     check(405, client.get("/v1/completions"), f"Method Not Allowed: {paths}")
     check(415, client.post("/v1/completions", content=b"{}"), "Content-Type is missing: send JSON")
     check(413, client.post("/v1/completions", json={"prompt": "x" * 2**24}), "larger than 16,777,216 bytes")
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/v1/models/tiny", "/page.css"])
+def test_head_is_get_without_a_body(client, path):
+    """Monitors and load balancers ask so."""
+    head, get = client.head(path), client.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]
+    assert head.headers["content-length"] == str(len(get.content))
 
 
 def test_requests_by_another_name_or_from_another_site_are_refused(client):
@@ -335,6 +357,27 @@ def test_it_stops_in_the_middle_of_streams_and_tells_everyone(serve):
         assert waits.result().status_code == 503
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)
+
+
+@pytest.mark.parametrize(("options", "n_lines"), [((), 2), (("quiet=true",), 0)])
+@pytest.mark.slow
+def test_a_line_for_each_request_unless_it_is_to_be_quiet(serve, options, n_lines):
+    server = serve(*options)
+    httpx.get(f"{server.url}/health?key=a%0Ab")
+    httpx.post(f"{server.url}/v1/completions", json={"prompt": "secret", "max_tokens": -1})
+    status, out, err = server.end()
+    *_, last = lines = out.splitlines()
+    logged = [line.partition(" - ")[2] for line in lines if " - " in line]
+    said = ['"GET /health?key=a%0Ab HTTP/1.1" 200', '"POST /v1/completions HTTP/1.1" 400']
+    assert (status, last, err, logged) == (0, "stopped", "", said[:n_lines])
+    assert "secret" not in out
+
+
+@pytest.mark.slow
+def test_a_server_whose_output_nobody_reads_any_more_answers(serve):
+    server = serve()
+    server.process.stdout.close()
+    assert [httpx.get(f"{server.url}/health").status_code for _ in range(3)] == [200] * 3
 
 
 @pytest.mark.usefixtures("restored_torch")
