@@ -574,7 +574,7 @@ class GPT(nn.Module):
         x, state = self.features(token_ids, state, return_state)
         config = self.config
         losses = token_losses(
-            x.flatten(0, 1), self.output_weight, targets.flatten(), config.n_vocab, config.logit_cap
+            x.flatten(0, 1), self.output_weight, targets.flatten(), config.logit_cap, config.n_vocab
         )
         losses = losses.view_as(targets)
         return (losses, state) if return_state else losses

@@ -78,7 +78,7 @@ def test_losses_of_tokens_equal_the_definition_with_gradients_for_any_weights(at
     at_once(2 * 11 * tokens)
     x, weight, targets = inputs(70)
     weights = torch.randn(70, dtype=torch.float64)
-    losses, wanted = token_losses(x, weight, targets, cap=cap), truth(x, weight, targets, cap)
+    losses, wanted = token_losses(x, weight, targets, cap), truth(x, weight, targets, cap)
     torch.testing.assert_close(losses, wanted, rtol=1e-13, atol=1e-13)
     gradients = [torch.autograd.grad(y @ weights, (x, weight)) for y in (losses, wanted)]
     assert_all_close(*gradients)

@@ -37,8 +37,8 @@ def token_losses(
     x: Tensor,
     weight: Tensor,
     targets: Tensor,
-    n_vocab: int | None = None,
     cap: float | None = None,
+    n_vocab: int | None = None,
 ) -> Tensor:
     """Cross-entropy in nats of capped(x @ weight.T), (N,), float32 or float64; 0 for negative
     targets.
