@@ -597,8 +597,9 @@ class GPT(nn.Module):
         x, state = self.features(token_ids, state, return_state, call_layer)
         if targets is None:
             return None, state
-        cap = self.config.logit_cap
-        loss = summed_loss(x.flatten(0, 1), self.output_weight, targets.flatten(), cap)
+        loss = summed_loss(
+            x.flatten(0, 1), self.output_weight, targets.flatten(), self.config.logit_cap
+        )
         return (loss, state) if return_state else loss
 
     def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:

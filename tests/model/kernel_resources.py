@@ -74,9 +74,9 @@ def launch_log_attention(dtype: torch.dtype, d: int, d_v: int, gates: bool, form
     triton_log_attention(q, k, v, log_f, form=getattr(naive, form)).sum().backward()
 
 
-def launch_loss(dtype: torch.dtype) -> None:
+def launch_loss(dtype: torch.dtype, cap: float | None = None) -> None:
     """GPT-2's vocabulary, padded to a multiple of 64, with gradients."""
-    cross_entropy_(torch.zeros(16, 50304, dtype=dtype), torch.zeros(16, dtype=torch.int64), 50257, True, None)
+    cross_entropy_(torch.zeros(16, 50304, dtype=dtype), torch.zeros(16, dtype=torch.int64), 50257, True, cap)
 
 
 def launch_log_recurrence(dtype: torch.dtype) -> None:

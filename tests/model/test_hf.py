@@ -316,6 +316,7 @@ def test_files_of_old_versions_give_the_same_weights(gpt2, tmp_path):
         ({"attention": {"name": "softmax", "n_kv_head": 2}}, False),
         ({"attention_pattern": ["softmax", "log_space"]}, False),
         ({"head_dim": 5}, False),
+        ({"head_dim": 6, "n_head": 5}, False),
         ({"head_dim": 6}, True),
         ({"block": {"name": "mlp", "conv": 4}}, False),
         ({"position": {"name": "rotary"}}, False),

@@ -205,6 +205,7 @@ def test_kernels_compile_for_gpus_that_are_not_here(kernel_resources, capability
     others = itertools.product(["bfloat16", "float32"], ["loss", "log_recurrence"])
     cases = [
         *({"operator": operator, "dtype": dtype} for dtype, operator in others),
+        *({"operator": "loss", "dtype": dtype, "cap": 15.0} for dtype in ("bfloat16", "float32")),
         *(of_log_attention(*largest, True, assembled=False) for largest in LARGEST),
         *forms(),
     ]

@@ -97,7 +97,7 @@ def _capped(row, column, n_vocab, V, CAP: tl.constexpr, ACC: tl.constexpr):
     z = tl.load(row + column, mask=column < V, other=0.0).to(ACC)
     slope = 1.0
     if CAP is not None:
-        share = 1.0 / (1.0 + tl.exp(z * (-2.0 / CAP)))  # tanh(x) = 2 sigmoid(2 x) - 1
+        share = tl.sigmoid(z * (2.0 / CAP))  # tanh(x) = 2 sigmoid(2 x) - 1
         z = (2.0 * share - 1.0) * CAP
         slope = 4.0 * share * (1.0 - share)
     return tl.where(column < n_vocab, z, _NOTHING), slope

@@ -47,15 +47,14 @@ def is_gpt2(config: GPTConfig) -> bool:
     """Whether GPT2LMHeadModel has this architecture: its config.json describes the model."""
     if config.block.name != "mlp" or config.position.name != "learned":
         return False
+    if config.n_head * config.head_features != config.n_embd:
+        return False
     described = read_gpt2_config(gpt2_config(config))
     softmax = described.attention
     same = softmax, softmax.model_copy(update={"n_kv_head": config.n_head})
-    if any(layer not in same for layer in config.layers):
-        return False
-    if config.n_head * config.head_features != config.n_embd:
-        return False
     others = {"attention", "attention_pattern", "head_dim", "pad_vocab"}
-    return config.model_dump(exclude=others) == described.model_dump(exclude=others)
+    is_same = config.model_dump(exclude=others) == described.model_dump(exclude=others)
+    return is_same and all(layer in same for layer in config.layers)
 
 
 class _GPT2Config(Settings):
