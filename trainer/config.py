@@ -74,7 +74,9 @@ class TrainConfig(FixedSettings, defaults="train"):
             "batch_tokens": batch_size * self.seq_len,
             "max_steps": max(1, round(self.epochs * n_rows / batch_size)),
         }
-        for key, section in {"eval": self.eval, "checkpoint": self.checkpoint}.items():
+        sections: dict[str, EvalConfig | CheckpointConfig]
+        sections = {"eval": self.eval, "checkpoint": self.checkpoint}
+        for key, section in sections.items():
             if section.every is not None:
                 every = min(section.every, epoch)
                 update[key] = section.model_copy(update={"every": every})
