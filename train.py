@@ -3,7 +3,7 @@
 from cli import command
 
 if __name__ == "__main__":
-    message = "interrupted; the same command continues from the last checkpoint"
+    message = "interrupted, and no step is lost: the same command starts the run, or continues it"
     command(
         "train",
         "trainer.launch:launch_training",

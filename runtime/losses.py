@@ -73,8 +73,7 @@ class LossSums:
         by_key.index_add_(0, rows.expand_as(targets).flatten(), figures.flatten(0, 1))
         by_key = by_key.view(n_windows, n_keys, 3)
         sums = torch.cat([by_key, figures.sum(1, keepdim=True)], dim=1)
-        has_tokens = (sums[..., 1:2] > 0).double()
-        sums = torch.cat([sums, has_tokens], dim=-1)
+        sums = torch.cat([sums, (sums[..., 1:2] > 0).double()], dim=-1)
         self._products += torch.einsum("bki,bkj->kij", sums, sums)
 
     def losses(self, world: World) -> list[Loss]:

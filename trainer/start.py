@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.console import say
 from common.settings import JsonDict, UserError
 from data.loader import EvalBatches, TrainBatches, eval_batches, open_rows
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
@@ -114,7 +113,6 @@ def open_run(config: TrainConfig, runtime: Runtime, world: World) -> Run:
     )
     if checkpoint is not None:
         run.state = restore(checkpoint, state, run.tensors(), world)
-        say(f"resuming {config.run_dir} after step {run.state.step}")
         # A killed save may have left this undone. Damaged ones stay: their disk may recover.
         if world.is_main and not checkpoint.damaged:
             retain(config.run_dir, run.state, config.checkpoint)
