@@ -24,7 +24,7 @@ def train(*options: str, **settings: Any) -> "Trained":
 
 
 if __name__ == "__main__":
-    message = "interrupted; the same command continues from the last checkpoint"
+    message = "interrupted, and no step is lost: the same command starts the run, or continues it"
     command(
         "train",
         "trainer.launch:launch_training",

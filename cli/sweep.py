@@ -26,6 +26,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+import common.console
 from cli.compose import compose, read_options
 from cli.mistakes import explain
 from cli.stored_settings import compose_run
@@ -73,7 +74,7 @@ def run_sweep(
         chosen = _settings_of_hydra(config_name, str(folder), list(swept), for_hydra).hydra
         sweeper = chosen.runtime.choices["hydra/sweeper"]
         configuration = partial(_configuration, config_name, fixed, config_dir)
-        jobs = itertools.product(*choices) if sweeper == "basic" else _each_once(choices)
+        jobs = [*(itertools.product(*choices) if sweeper == "basic" else _each_once(choices))]
         _check_jobs(run, configuration, jobs)
         if not swept and not for_hydra:
             say("-m with one value for every key runs one job: write seed=1,2 for several")
@@ -85,7 +86,8 @@ def run_sweep(
         sys.argv[1:] = ["-m", *swept.values(), *for_hydra, *for_plugins]
         for old in folder.glob(f"*=*/{_ERROR}"):
             old.unlink()
-        job = _job(run, configuration, debug)
+        n_jobs = chosen.sweeper.get("n_trials", len(jobs))
+        job = _job(run, configuration, debug, n_jobs)
         hydra.main(version_base="1.3", config_path=None, config_name="sweep")(job)()
         if sweeper == "optuna":
             _check_search(folder)
@@ -110,16 +112,17 @@ def _check_jobs(run: Command, configuration: Configuration, jobs: Iterable[Seque
             raise UserError(f"{name}{error}; no job was started") from None
 
 
-def _job(run: Command, configuration: Configuration, debug: bool) -> Command:
+def _job(run: Command, configuration: Configuration, debug: bool, n_jobs: int) -> Command:
     """Return the function that Hydra calls for each job. Launchers pickle it."""
     results: dict[str, float | None] = {}
 
     def job(_: DictConfig) -> float | None:
         varied = " ".join(HydraConfig.get().overrides.task)
+        title = f"--- job {HydraConfig.get().job.num + 1} of {n_jobs}"
         if varied in results:  # a search may choose the same values again
-            say(f"--- job {HydraConfig.get().job.num}: the earlier result of {varied}")
+            say(f"{title}: the earlier result of {varied}")
         else:
-            results[varied] = _run_job(run, configuration, debug)
+            results[varied] = _run_job(run, configuration, debug, title)
         return results[varied]
 
     return job
@@ -194,7 +197,7 @@ def _configuration(
     return compose(config_name, options, config_dir)
 
 
-def _run_job(run: Command, configuration: Configuration, debug: bool) -> float | None:
+def _run_job(run: Command, configuration: Configuration, debug: bool, title: str) -> float | None:
     """Run one job of a sweep. One that fails in a search is a result, too: the worst value."""
     by_hydra = HydraConfig.get()
     run_dir = None
@@ -204,7 +207,8 @@ def _run_job(run: Command, configuration: Configuration, debug: bool) -> float |
         with among_others(by_hydra.runtime.choices["hydra/launcher"]):
             if "run_dir" in config:
                 run_dir = Path(config["run_dir"])
-                say(f"--- job {by_hydra.job.num}: {run_dir}")
+                common.console.has_shown_header = by_hydra.job.num > 0
+                say(f"{title}: {run_dir}")
             best = run(config)
             if run_dir:  # another sweep may have found this job running, and noted its refusal
                 (run_dir / _ERROR).unlink(missing_ok=True)
@@ -219,6 +223,8 @@ def _run_job(run: Command, configuration: Configuration, debug: bool) -> float |
         if searches and not isinstance(error, OSError):
             return math.inf
         raise AlreadyReportedError from None
+    finally:
+        common.console.has_shown_header = False
     if best is None and searches:
         print_error("no validation loss for optuna to compare: lower eval.every, or raise stop_at")
         raise AlreadyReportedError

@@ -1,5 +1,6 @@
 """Output for people: lines, progress and tables."""
 
+import contextlib
 import errno
 import functools
 import io
@@ -8,20 +9,30 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterable
-from typing import Any, Self, TextIO
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TextIO
 from unicodedata import category
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 _WIDTH = None if os.isatty(1) else 10_000  # characters; None: the terminal's
 
 console = Console(width=_WIDTH, markup=False, emoji=False, highlight=False, soft_wrap=True)
 errors = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
+has_shown_header = False
+"""Whether the lines at a run's start go to its console.log only: an earlier job showed them."""
+_log: Path | None = None
+
 _SECONDS_BETWEEN_LINES = 5.0
+_SECONDS_BETWEEN_BARS = 0.1
 
 
 class _Output(io.FileIO):
@@ -79,6 +90,29 @@ def _guarded(number: int, stream: TextIO | None, lossy: bool) -> TextIO:
 def say(message: str) -> None:
     """Print one or more lines. Square brackets are text, not markup."""
     console.print(_shown(message))
+    note(message)
+
+
+@contextlib.contextmanager
+def logged(path: Path) -> Iterator[None]:
+    """Append lines that are printed meanwhile to this file, once it exists."""
+    global _log
+    before = _log
+    _log = path
+    try:
+        yield
+    finally:
+        _log = before
+
+
+def note(message: str) -> None:
+    """Append lines to the log only. What cannot be written is lost."""
+    if _log is None or console.quiet:
+        return
+    with contextlib.suppress(OSError):
+        file = os.open(_log, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK)
+        os.write(file, f"{message}\n".encode())
+        os.close(file)
 
 
 def show(text: str) -> None:
@@ -111,7 +145,7 @@ say_once = functools.cache(say)
 def warn(message: str) -> None:
     """Print one warning line to standard error. Only one of several processes does."""
     if not console.quiet:
-        errors.print(f"warning: {message}", style="yellow")
+        _print_beside_bars(f"warning: {message}", "yellow")
 
 
 warn_once = functools.cache(warn)
@@ -120,14 +154,24 @@ warn_once = functools.cache(warn)
 
 def print_error(message: object) -> None:
     """Print one error line to standard error."""
-    errors.print(f"error: {message}", style="red")
+    _print_beside_bars(f"error: {message}", "red")
+
+
+def _print_beside_bars(line: str, style: str) -> None:
+    """Print to standard error; if both are the terminal, by the console that has the bars."""
+    has_bars = console.is_interactive and errors.is_terminal and not console.quiet
+    (console if has_bars else errors).print(Text(line, style))
+    note(line)
 
 
 class Track:
-    """Context manager that prints progress through `total` units and the time left.
+    """Context manager that shows progress through `total` units and the time left.
 
-    Lines come every few seconds, and after a while every minute. `total=None`: the end is unknown.
+    A terminal gets a bar. Elsewhere, lines come every few seconds, and after a while every minute.
+    `total=None`: the end is unknown.
     """
+
+    lines_beside_bar = False
 
     def __init__(self, title: str, total: int | None, done: int = 0) -> None:
         self.title = title
@@ -138,19 +182,35 @@ class Track:
         self.note = ""
         self.started = time.monotonic()
         self.last_line = self.started
+        self.last_drawn = self.started
+        self._bars = _bars() if console.is_interactive and not console.quiet else None
 
     def __enter__(self) -> Self:
+        if self._bars:
+            self._task = self._bars.add_task(self.title, total=self.total, completed=self.done)
+            self._bars.start()
+            console.show_cursor()  # a process that is killed could not show it again
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self.first < self.printed:
             self.flush()
+        if self._bars:
+            self._bars.remove_task(self._task)
+            self._bars.refresh()
+            if not self._bars.tasks:
+                self._bars.stop()
 
     def advance(self, units: int, note: str = "") -> None:
         """Advance by `units`. `note` is shown next to the progress: the loss, the rate."""
         self.done += units
         self.note = note or self.note
         now = time.monotonic()
+        if self._bars and now - self.last_drawn >= _SECONDS_BETWEEN_BARS:
+            self.last_drawn = now
+            rate = (self.done - self.first) / (now - self.started)
+            text = f"{Track.line(self)} {rate:,.1f}/s"
+            self._bars.update(self._task, completed=self.done, description=text, refresh=True)
         pause = min(max(_SECONDS_BETWEEN_LINES, (now - self.started) / 50), 60.0)
         if now - self.last_line >= pause:
             self.flush()
@@ -174,7 +234,25 @@ class Track:
         if self.printed < self.done:
             self.last_line = time.monotonic()
             self.printed = self.done
-            say(self.line())
+            show = say if self.lines_beside_bar or not self._bars else note
+            show(self.line())
+
+
+@functools.cache
+def _bars() -> "Progress":
+    """The bars of all work in progress, one below the other. They are drawn by no thread."""
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    text = TextColumn("{task.description}", markup=False)
+    return Progress(
+        BarColumn(20),
+        text,
+        console=console,
+        auto_refresh=False,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
 
 
 def clock(seconds: float) -> str:

@@ -22,7 +22,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from common.console import Track
+from common.console import Track, warn
 from common.numbers import ceil_div
 from common.settings import UserError
 from data.documents import document_ends
@@ -34,6 +34,7 @@ PERIOD = 1_000_000
 
 Shares without such a small common denominator are rounded to millionths.
 """
+_MANY_EPOCHS = 20
 
 Weights = dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
 
@@ -41,6 +42,15 @@ Weights = dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
 def epochs(passes: float) -> str:
     """Return in words how often data is read: "0.25 epochs", "1,200 epochs"."""
     return f"{passes:.3g} epochs" if passes < 1000 else f"{passes:,.0f} epochs"
+
+
+def warn_of_epochs(passes: float) -> None:
+    """Warn if a run reads its data too often."""
+    if passes > _MANY_EPOCHS:
+        warn(
+            f"the run reads its data for {epochs(passes)}, and learns it by heart: "
+            "give epochs=3, fewer max_steps, or more data"
+        )
 
 
 class Mixture:

@@ -6,6 +6,7 @@ from rich.text import Text
 
 from common.console import say, show_table, table_of, warn
 from common.figures import png
+from common.numbers import plus_minus
 from common.settings import JsonDict
 
 # Beside long contexts, tokens before it are not drawn: their high loss would flatten the curves.
@@ -22,7 +23,7 @@ def show_evaluation(result: JsonDict, checkpoint: str) -> None:
     """
     totals = f"{_loss(result)}, perplexity {_number(result['perplexity'], 3)}"
     if result["bytes"]:
-        totals += f", {_number(result['bits_per_byte'])} bits per byte"
+        totals += f", {_with_error(result, 'bits_per_byte')} bits per byte"
     part = "" if result["batches"] is None else f", batches={result['batches']:,}"
     text = f"{result['dataset_dir']} ({result['split']}, {result['tokens']:,} tokens{part})"
     say(f"{checkpoint} on {text}: {totals}")
@@ -47,8 +48,8 @@ def _table(first: str, rows: dict[str, JsonDict]) -> Table:
     for name, row in rows.items():
         numbers = ["no answer"] * 3
         if row["tokens"]:
-            bits = _number(row["bits_per_byte"]) if row["bytes"] else "no text"
-            numbers = [_number(row["loss"]), _number(row["perplexity"], 3), bits]
+            bits = _with_error(row, "bits_per_byte") if row["bytes"] else "no text"
+            numbers = [_with_error(row, "loss"), _number(row["perplexity"], 3), bits]
         # In a Text, brackets are not markup.
         table.add_row(Text(name), f"{row['tokens']:,}", *numbers)
     return table
@@ -56,7 +57,11 @@ def _table(first: str, rows: dict[str, JsonDict]) -> Table:
 
 def _loss(result: JsonDict) -> str:
     of_answers = " on answers" if result["loss_of"] == "answers" else ""
-    return f"loss{of_answers} {_number(result['loss'])} nats per token"
+    return f"loss{of_answers} {_with_error(result, 'loss')} nats per token"
+
+
+def _with_error(row: JsonDict, key: str) -> str:
+    return _number(row[key]) + plus_minus(row[f"{key}_stderr"])
 
 
 def _number(value: float | None, digits: int = 4) -> str:

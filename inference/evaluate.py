@@ -21,7 +21,7 @@ from inference.load import Loaded, ModelConfig, load, open_dataset
 from model.gpt import GPT
 from runtime.device import ProcessesConfig
 from runtime.distributed import World, join_world
-from runtime.losses import Loss, LossSums, total, window_losses
+from runtime.losses import Loss, LossSums, window_losses
 
 _CONTEXTS = (1024, 4096, 16384, 65536)
 # Tokens of a window that are read at once, where the state has one size.
@@ -188,9 +188,11 @@ def measure(evaluation: Evaluation, world: World) -> JsonDict:
     ):
         by_set.add(_sets(windows, first, len(targets)), targets, losses)
         by_position.add(targets, losses)
-    set_losses = dict(zip(set_names, by_set.losses(world), strict=True))
+    *losses_of_sets, loss = by_set.losses(world)
+    set_losses = dict(zip(set_names, losses_of_sets, strict=True))
     largest_first = sorted(set_losses, key=lambda name: -set_losses[name].tokens)
-    positions = by_position.rows(by_position.sums.losses(world))
+    *losses_of_bins, _ = by_position.sums.losses(world)
+    positions = by_position.rows(losses_of_bins)
     if windows.stream.loss == "answers":
         positions = []  # a position in a row of several conversations says nothing
     return {
@@ -199,7 +201,7 @@ def measure(evaluation: Evaluation, world: World) -> JsonDict:
         "split": config.split,
         "batches": evaluation.batches,
         "loss_of": windows.stream.loss,
-        **figures(total(list(set_losses.values()))),
+        **figures(loss),
         "seq_len": windows.seq_len,
         "stride": min(config.stride or windows.seq_len, windows.seq_len),
         "context_windows": config.context_windows,
@@ -228,10 +230,10 @@ def _measure_context(
         gpt, windows, rows, evaluation.loaded.runtime, world, _CONTEXT_CHUNK
     ):
         by_position.add(targets, losses)
-    losses_of_bins = by_position.sums.losses(world)
+    *losses_of_bins, loss = by_position.sums.losses(world)
     return {
         "context": context,
-        **figures(total(losses_of_bins)),
+        **figures(loss),
         "by_position": by_position.rows(losses_of_bins),
     }
 
@@ -286,8 +288,10 @@ def figures(loss: Loss) -> JsonDict:
         "tokens": loss.tokens,
         "bytes": loss.bytes,
         "loss": _finite(loss.per_token),
+        "loss_stderr": _finite(loss.stderr),
         "perplexity": _finite(loss.perplexity),
         "bits_per_byte": _finite(loss.bits_per_byte),
+        "bits_per_byte_stderr": _finite(loss.bits_stderr),
     }
 
 

@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import re
+import signal
 import threading
 import time
 import traceback
@@ -317,6 +318,7 @@ def is_launched_here() -> bool:
 
 def _end_after_loss(error: BaseException, store: dist.Store | None, rank: int) -> NoReturn:
     """Say why another process is lost, and raise SystemExit."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it next
     if is_launched_here():
         time.sleep(_SECONDS_FOR_PARENT)
         exits.at_once = True

@@ -15,6 +15,8 @@ from model.gpt import GPT, GPTState
 from runtime.device import Runtime
 from runtime.distributed import World
 
+_N_GROUPS = 16
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -26,6 +28,10 @@ class Loss:
     """Number of predicted tokens."""
     bytes: int
     """UTF-8 bytes of those tokens; an end-of-document token has none."""
+    stderr: float
+    """Standard error of nats per token, over windows; NaN with fewer than two."""
+    bits_stderr: float
+    """Standard error of bits per byte, over windows."""
 
     @property
     def per_token(self) -> float:
@@ -44,31 +50,56 @@ class Loss:
 
 
 class LossSums:
-    """Sums of losses by a key, such as a token's position or dataset, in float64."""
+    """Sums of the losses of windows by a key, such as a token's position or dataset, in float64."""
 
     def __init__(self, n_keys: int, byte_lengths: Tensor) -> None:
         """`byte_lengths`: (n_vocab,), UTF-8 bytes of each token id, on the device of the losses."""
         self._byte_lengths = byte_lengths
-        self._sums = torch.zeros(n_keys, 3, dtype=torch.float64, device=byte_lengths.device)
+        shape = (n_keys + 1, 4, 4)
+        self._products = torch.zeros(shape, dtype=torch.float64, device=byte_lengths.device)
+        """For each key, and last for all tokens: outer products of each window's nats, tokens,
+        bytes and 1, summed. The last row has the sums, the others what standard errors need."""
 
     def add(self, keys: Tensor, targets: Tensor, losses: Tensor) -> None:
         """Add losses (B, T) of targets (B, T); negative ones do not count. `keys`: (B or 1, T)."""
-        keys = keys.to(self._sums.device).expand_as(targets)
+        n_windows = len(targets)
+        n_keys = len(self._products) - 1
         is_counted = targets >= 0
         n_bytes = self._byte_lengths[targets.clamp(min=0)].where(is_counted, 0)
         figures = torch.stack([losses.double(), is_counted.double(), n_bytes.double()], dim=-1)
-        self._sums.index_add_(0, keys.flatten(), figures.flatten(0, 1))
+        firsts = n_keys * torch.arange(n_windows, device=figures.device).unsqueeze(1)
+        rows = keys.to(figures.device) + firsts
+        by_key = figures.new_zeros(n_windows * n_keys, 3)
+        by_key.index_add_(0, rows.expand_as(targets).flatten(), figures.flatten(0, 1))
+        by_key = by_key.view(n_windows, n_keys, 3)
+        sums = torch.cat([by_key, figures.sum(1, keepdim=True)], dim=1)
+        sums = torch.cat([sums, (sums[..., 1:2] > 0).double()], dim=-1)
+        self._products += torch.einsum("bki,bkj->kij", sums, sums)
 
     def losses(self, world: World) -> list[Loss]:
-        """The loss of each key over all processes. Every process must call this, and only once."""
-        rows = world.sum(self._sums).tolist()
-        return [Loss(nats, int(tokens), int(n_bytes)) for nats, tokens, n_bytes in rows]
+        """The loss of each key over all processes, and last of all tokens.
+
+        Every process must call this, and only once.
+        """
+        return [_loss_of(products) for products in world.sum(self._products).cpu()]
 
 
-def total(losses: list[Loss]) -> Loss:
-    """The sum of several losses."""
-    nats = math.fsum(loss.nats for loss in losses)
-    return Loss(nats, sum(loss.tokens for loss in losses), sum(loss.bytes for loss in losses))
+def _loss_of(products: Tensor) -> Loss:
+    nats, tokens, n_bytes, _ = products[3].tolist()
+    bits_stderr = _ratio_stderr(products, 2) / math.log(2)
+    return Loss(nats, int(tokens), int(n_bytes), _ratio_stderr(products, 1), bits_stderr)
+
+
+def _ratio_stderr(products: Tensor, column: int) -> float:
+    """Standard error of nats over a column's sum, as windows differ in nats - ratio * column."""
+    nats, amount, n_windows = products[3, [0, column, 3]].tolist()
+    if n_windows < 2 or amount == 0:
+        return math.nan
+    residual = torch.zeros(4, dtype=torch.float64)
+    residual[0] = 1
+    residual[column] = -nats / amount
+    variance = float(residual @ products @ residual) * n_windows / (n_windows - 1)
+    return math.sqrt(max(variance, 0.0)) / amount
 
 
 def evaluate(
@@ -79,19 +110,22 @@ def evaluate(
     runtime: Runtime,
     world: World,
     chunk: int | None = None,
-) -> Loss:
-    """The loss over all windows, split among the processes and summed in float64.
+) -> list[Loss]:
+    """The loss of every 16th window, from the first, second, ..., and last that of all windows.
+
+    They are split among the processes, and summed in float64. Two models can be compared group by
+    group, without what makes a window hard for both.
 
     Args:
         byte_lengths: (n_vocab,), UTF-8 bytes of each token id.
         micro_batch: windows per forward pass.
         chunk: tokens of a window per forward pass, with the state carried along; None: all.
     """
-    sums = LossSums(1, byte_lengths)
-    key = torch.zeros(1, 1, dtype=torch.int64)
-    for _, targets, losses in window_losses(gpt, windows, micro_batch, runtime, world, chunk):
-        sums.add(key, targets, losses)
-    return sums.losses(world)[0]
+    sums = LossSums(_N_GROUPS, byte_lengths)
+    for first, targets, losses in window_losses(gpt, windows, micro_batch, runtime, world, chunk):
+        numbers = torch.arange(first, first + len(targets))
+        sums.add((numbers % _N_GROUPS).unsqueeze(1), targets, losses)
+    return sums.losses(world)
 
 
 def window_losses(

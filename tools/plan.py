@@ -10,6 +10,7 @@ from rich.table import Table
 from common.console import console, say
 from common.numbers import ceil_div
 from common.settings import JsonDict, UserError, nearest
+from data.mixture import warn_of_epochs
 from data.shards import read_manifest, token_dtype
 from model.gpt import GPT
 from runtime.device import Runtime, is_bfloat16_fast
@@ -224,6 +225,8 @@ def run_plan(config: PlanConfig) -> None:
             table.add_row("" if number else section, name, as_text(key, value))
         table.add_section()
     console.print(table)
+    if config.data.mixture is None:
+        warn_of_epochs(figures["disk"].get("dataset_epochs", 0))
     most = figures["memory"]["largest_micro_batch"]
     micro_batch = figures["step"]["micro_batch"]
     if most == 0:

@@ -12,9 +12,10 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
-from typing import Any
+from statistics import fmean, median, variance
+from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.text import Text
@@ -30,6 +31,7 @@ from common.files import (
     refuse_foreign,
     write_atomic,
 )
+from common.numbers import plus_minus
 from common.settings import JsonDict, UserError, flat, printable, section
 from runtime.metrics import read_metrics
 from trainer.curves import RunCurves, set_limits, smoothed
@@ -38,6 +40,19 @@ _LEFT_OUT = ("step", "of steps", "tokens", "parameters")
 """Columns that the table on a terminal has no room for."""
 _GENERATOR = '<meta name="generator" content="scripts/report.py">'
 _MOST_NAMES = 10  # of runs beside a picture
+_LOSS_KEYS = {"nats per token": "val_loss", "bits per byte": "val_bits_per_byte"}
+"""The unit of a validation loss, and its key in metrics.jsonl."""
+
+
+class Evaluation(NamedTuple):
+    """A validation loss, as metrics.jsonl has it."""
+
+    loss: float
+    tokens: int
+    stderr: list[float]
+    """Its standard error; []: unknown."""
+    groups: list[float]
+    """Losses of groups of windows; []: unknown."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +69,10 @@ class Run:
     """The last step."""
     speed: float | None
     """Median of tokens per second."""
-    bits_per_byte: float | None
-    """The lowest of all evaluations."""
+    evaluations: dict[str, list[Evaluation]]
+    """By the unit of the loss."""
+    tokenizer: str | None
+    """Its sha256."""
     failure: str
     """Last line of the error.txt of a sweep's job; "" if it did not fail."""
 
@@ -65,13 +82,25 @@ class Row:
     """Runs that differ only in the seed, and their lowest validation losses."""
 
     runs: list[Run]
-    losses: list[float]
-    """Losses of the runs that were evaluated."""
+    unit: str
+    lowest: list[Evaluation]
+    """Of the runs that were evaluated."""
+
+    @property
+    def losses(self) -> list[float]:
+        """The lowest loss of each run."""
+        return [each.loss for each in self.lowest]
 
     @property
     def loss(self) -> float:
         """Mean of the losses; infinite if no run was evaluated."""
-        return fmean(self.losses) if self.losses else math.inf
+        return fmean(self.losses) if self.lowest else math.inf
+
+    @property
+    def stderr(self) -> float | None:
+        """Standard error of the loss over windows, which are the same for all seeds."""
+        known = [stderr for each in self.lowest for stderr in each.stderr]
+        return fmean(known) if known else None
 
 
 def write_report(folders: Items[Path], out: Path | None) -> Path:
@@ -90,11 +119,14 @@ def write_report(folders: Items[Path], out: Path | None) -> Path:
     if best.losses:
         mean = f" (mean of {len(best.losses)} seeds)" if len(best.losses) > 1 else ""
         name = best.runs[0].name
-        lowest = f"; lowest validation loss {best.loss:.4f} nats per token: {name}{mean}"
+        loss = f"{best.loss:.4f}{plus_minus(best.stderr)} {best.unit}"
+        lowest = f"; lowest validation loss {loss}: {name}{mean}"
     say(f"{count(len(runs), 'run')}{lowest}")
     varying = varying_settings(runs)
     texts = [key for key in ("dataset_dir", "data.loss", "eval.batches") if key in varying]
-    if texts:
+    if best.unit == "bits per byte":
+        warn("runs have different vocabularies: bits per byte of the same text can be compared")
+    elif texts:
         keys = " and ".join(texts)
         warn(f"runs differ in {keys}: losses of other validation tokens cannot be compared")
     for run in runs:
@@ -179,7 +211,7 @@ def _read_run(folder: Path, name: str) -> Run:
     curves = RunCurves()
     step = 0
     speeds: list[float] = []
-    bits: list[float] = []
+    evaluations: dict[str, list[Evaluation]] = {unit: [] for unit in _LOSS_KEYS}
     log = folder / "metrics.jsonl"
     if file_size(log) is not None:  # raises if it is not a regular file
         try:
@@ -190,20 +222,32 @@ def _read_run(folder: Path, name: str) -> Run:
             curves.add(line)
             step = max(step, line["step"])
             speeds += _numbers(line.get("tokens_per_second"))
-            bits += _numbers(line.get("val_bits_per_byte"))
+            for unit, key in _LOSS_KEYS.items():
+                for loss in _numbers(line.get(key)):
+                    stderr = _numbers(line.get(f"{key}_stderr"))
+                    groups = _numbers(line.get(f"{key}_groups"))
+                    evaluations[unit].append(Evaluation(loss, line["tokens"], stderr, groups))
     config = section(stored, "config")
     settings = {key: value for key, value in flat(config).items() if value is not None}
-    sizes = _numbers(section(stored, "environment").get("n_params"))
-    n_params = sizes[0] if sizes else None
-    speed = median(speeds) if speeds else None
-    lowest = min(bits, default=None)
-    return Run(name, settings, n_params, curves, step, speed, lowest, _failure(folder))
+    environment = section(stored, "environment")
+    sizes = _numbers(environment.get("n_params"))
+    return Run(
+        name,
+        settings,
+        sizes[0] if sizes else None,
+        curves,
+        step,
+        median(speeds) if speeds else None,
+        evaluations,
+        str(environment["tokenizer"]) if "tokenizer" in environment else None,
+        _failure(folder),
+    )
 
 
 def _numbers(value: Any) -> list[float]:
-    """Return [value] if it is a finite number, and [] if not: a text, too large an integer."""
-    is_number = isinstance(value, int | float) and abs(value) < 1e300
-    return [float(value)] if is_number else []
+    """Return what is a finite number of a value, or of a list: no text, no too large integer."""
+    values = value if isinstance(value, list) else [value]
+    return [float(x) for x in values if isinstance(x, int | float) and abs(x) < 1e300]
 
 
 # ----- comparing runs
@@ -220,14 +264,15 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
         is_alone = run.failure or "seed" not in run.settings
         key = json.dumps([run.name if is_alone else "", settings], sort_keys=True)
         groups.setdefault(key, []).append(run)
-    rows = []
-    for group in groups.values():
-        lowest = []
-        for run in group:
-            if run.curves.val:
-                lowest.append(min(loss for _, loss in run.curves.val))
-        rows.append(Row(group, lowest))
+    tokenizers = {run.tokenizer for run in runs} - {None}
+    unit = "bits per byte" if len(tokenizers) > 1 else "nats per token"
+    rows = [Row(group, unit, _lowest(group, unit)) for group in groups.values()]
     return sorted(rows, key=lambda row: (row.loss, row.runs[0].name))
+
+
+def _lowest(runs: Iterable[Run], unit: str) -> list[Evaluation]:
+    """Return the evaluation with the lowest loss of each run that has one."""
+    return [min(run.evaluations[unit]) for run in runs if run.evaluations[unit]]
 
 
 def varying_settings(runs: Sequence[Run]) -> list[str]:
@@ -292,28 +337,31 @@ _PAGE = """<!doctype html>
 
 def _lines(rows: Sequence[Row], keys: Sequence[str]) -> tuple[list[dict[str, str]], list[str]]:
     """Return the lines of the table, and the titles of columns in which something is known."""
-    lines = [_cells(row, keys) for row in rows]
+    lines = [_cells(row, rows[0], keys) for row in rows]
     columns = [name for name in lines[0] if any(line[name] for line in lines)]
     return lines, columns
 
 
-def _cells(row: Row, keys: Sequence[str]) -> dict[str, str]:
+def _cells(row: Row, best: Row, keys: Sequence[str]) -> dict[str, str]:
     """Return a row of the table by the titles of its columns; "" where nothing is known."""
     runs = row.runs
     losses = row.losses
     means = [smoothed(run.curves.loss.bins()) for run in runs]
     training = [run_means[-1] for run_means in means if run_means]
     speeds = [run.speed for run in runs if run.speed is not None]
-    bits = [run.bits_per_byte for run in runs if run.bits_per_byte is not None]
     on_answers = " on answers" if runs[0].settings.get("data.loss") == "answers" else ""
+    (other_unit,) = _LOSS_KEYS.keys() - {row.unit}
+    others = [each.loss for each in _lowest(runs, other_unit)]
     cells = {}
     for key in keys:
         values = dict.fromkeys(_brief(run.settings.get(key)) for run in runs)
         cells[key] = ", ".join(values)
+    loss = f"{row.loss:.4f}{plus_minus(row.stderr)}{on_answers}"
     return cells | {
-        "lowest validation loss (nats per token)": f"{row.loss:.4f}{on_answers}" if losses else "",
+        f"lowest validation loss ({row.unit})": loss if losses else "",
+        "above the best": _above(row, best) if losses and row is not best else "",
         "range of seeds": f"{min(losses):.4f} to {max(losses):.4f}" if len(losses) > 1 else "",
-        "bits per byte": f"{fmean(bits):.4f}" if bits else "",
+        other_unit: f"{fmean(others):.4f}" if others else "",
         "training loss": f"{fmean(training):.4f}" if training else "",
         "step": f"{min(run.step for run in runs):,}",
         "of steps": _brief(runs[0].settings.get("max_steps", "")),
@@ -324,10 +372,32 @@ def _cells(row: Row, keys: Sequence[str]) -> dict[str, str]:
     }
 
 
+def _above(row: Row, best: Row) -> str:
+    """Say how much higher a row's loss is, with the standard error of the difference.
+
+    Groups of windows are compared in pairs, so that what makes a window hard for both does not
+    count. Seeds are not paired.
+    """
+    groups = [each.groups for each in (*row.lowest, *best.lowest)]
+    if len({*map(len, groups)}) > 1 or len(groups[0]) < 2:
+        return ""
+    n = len(row.lowest)
+    differences = np.mean(groups[:n], axis=0) - np.mean(groups[n:], axis=0)
+    variances = [differences.var(ddof=1) / len(differences)]
+    variances += [
+        variance(each.losses) / len(each.losses) for each in (row, best) if len(each.losses) > 1
+    ]
+    stderr = math.sqrt(sum(variances))
+    difference = row.loss - best.loss
+    equal = " (equal)" if difference <= 2 * stderr else ""
+    return f"{difference:.4f}{plus_minus(stderr)}{equal}"
+
+
 def _draw(rows: Sequence[Row]) -> bytes:
     """Draw validation and training losses over tokens as a PNG. The best row is on top."""
     figure = Figure(figsize=(12, 5))
     left, right = figure.subplots(1, 2)
+    unit = rows[0].unit
     evaluated: list[tuple[int, float]] = []
     trained: list[tuple[int, float]] = []
     for number, row in reversed([*enumerate(rows)]):
@@ -338,15 +408,16 @@ def _draw(rows: Sequence[Row]) -> bytes:
             bins = run.curves.loss.bins()
             tokens = [bin.tokens for bin in bins]
             means = [*zip(tokens, smoothed(bins), strict=True)]
-            _plot(left, run.curves.val, f"C{number}", label)
+            losses = [(each.tokens, each.loss) for each in run.evaluations[unit]]
+            _plot(left, losses, f"C{number}", label)
             _plot(right, means, f"C{number}", label)
-            evaluated += run.curves.val
+            evaluated += losses
             trained += means
     for axes, points in ((left, evaluated), (right, trained)):
         set_limits(axes, points)
         axes.set_xlabel("tokens")
         axes.xaxis.set_major_formatter(short_count)
-    left.set_ylabel("validation loss (nats per token)")
+    left.set_ylabel(f"validation loss ({unit})")
     right.set_ylabel("training loss (nats per token)")
     right.legend(reverse=True)
     return png(figure)

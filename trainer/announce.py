@@ -3,16 +3,15 @@
 from collections import Counter
 from statistics import harmonic_mean, mean
 
-from common.console import Track, count, say, warn
+import common.console
+from common.console import Track, count, note, say, warn
 from common.settings import JsonDict
 from data.conversations import Conversations
-from data.mixture import epochs
+from data.mixture import epochs, warn_of_epochs
 from model.attention import AttentionConfig
 from runtime.device import is_compiled
 from trainer.mup import ratios
 from trainer.start import Run
-
-_MANY_EPOCHS = 20
 
 
 def announce(run: Run, last: tuple[int, float] | None) -> None:
@@ -21,13 +20,13 @@ def announce(run: Run, last: tuple[int, float] | None) -> None:
     Args:
         last: the last step of a run that goes on, and its learning rate.
     """
-    say("\n".join(start_lines(run)))
     config = run.config
-    if _n_epochs(run) > _MANY_EPOCHS and run.batches.mixture is None:
-        warn(
-            f"the run reads its data for {epochs(_n_epochs(run))}, and learns it by heart: "
-            "give epochs=3, fewer max_steps, or more data"
-        )
+    if run.checkpoint is not None:
+        say(f"resuming {config.run_dir} after step {run.state.step}")
+    show_header = note if common.console.has_shown_header else say
+    show_header("\n".join(start_lines(run)))
+    if run.batches.mixture is None:
+        warn_of_epochs(_n_epochs(run))
     if last is None:
         return
     schedule = config.schedule
@@ -164,6 +163,8 @@ def _rhythm(every: int | None) -> str:
 class TrainingProgress(Track):
     """Counts steps, and follows the lines of metrics.jsonl."""
 
+    lines_beside_bar = True
+
     def __init__(self, last: int, step: int) -> None:
         """Begin after `step`; `last` is the step after which this run stops."""
         super().__init__("training: step", last, step)
@@ -173,7 +174,7 @@ class TrainingProgress(Track):
         """Count a step."""
         if "loss" in line:
             self._lines.append(line)
-        self.advance(1)
+        self.advance(1, f"loss {line['loss']:.4f}" if "loss" in line else "")
 
     def line(self) -> str:
         """The step, figures of the steps since the last line, and the time left, as printed."""

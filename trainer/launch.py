@@ -1,11 +1,13 @@
 """train.py on this machine: in one process a core, or in this one."""
 
+import traceback
 from typing import NamedTuple
 
 import torch
 
+from common.console import logged, note
 from common.files import read_json
-from common.settings import JsonDict, UserError
+from common.settings import JsonDict, UserError, line_for
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
 from runtime.checkpoint import load_model
@@ -13,12 +15,22 @@ from runtime.launch import choose_processes, given_processes, launch, usable_cor
 from runtime.metrics import read_metrics
 from trainer.config import TrainConfig
 from trainer.loop import fit
+from trainer.run_dir import LOG
 from trainer.signals import StopSignals
 from trainer.start import open_data
 
 
 def launch_training(config: TrainConfig) -> float | None:
     """Like `fit`, in as many processes as runtime.processes asks for."""
+    with logged(config.run_dir / LOG):
+        try:
+            return _launch(config)
+        except Exception as error:
+            note(f"error: {line_for(error) or traceback.format_exc()}")
+            raise
+
+
+def _launch(config: TrainConfig) -> float | None:
     n = n_processes(config)
     if n == 1:
         return fit(config)

@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
+import numpy as np
 import torch
 
 from common.command_line import overrides
 from common.console import say
 from common.exits import AGAIN
 from common.memory import out_of_memory
+from common.numbers import plus_minus
 from common.settings import JsonDict, UserError
 from data.loader import Prefetch
 from runtime.checkpoint import Saver, newest
@@ -220,7 +222,7 @@ def _evaluate(run: Run, records: Records) -> bool:
     step = run.state.step
     byte_lengths = torch.from_numpy(run.tokenizer.byte_lengths).to(run.world.device)
     chunk = run.runtime.sequence_chunk or config.seq_len // run.group.size
-    loss = evaluate(
+    *groups, loss = evaluate(
         run.gpt, run.windows, byte_lengths, run.micro_batch, run.runtime, run.world, chunk
     )
     if not math.isfinite(loss.nats):
@@ -232,16 +234,23 @@ def _evaluate(run: Run, records: Records) -> bool:
         text = sample(
             run.gpt, config.eval.prompt, run.tokenizer, run.runtime, run.world, config.seed
         )
-    line = run.line(val_loss=loss.per_token)
-    figures = f"{loss.per_token:.4f} nats/token"
+    figures: JsonDict = {
+        "val_loss_stderr": loss.stderr,
+        "val_loss_groups": [group.per_token for group in groups],
+        "val_bits_per_byte": loss.bits_per_byte,
+        "val_bits_per_byte_stderr": loss.bits_stderr,
+        "val_bits_per_byte_groups": [group.bits_per_byte for group in groups],
+    }
+    known = {key: value for key, value in figures.items() if np.isfinite(value).all()}
+    line = run.line(val_loss=loss.per_token, **known)
+    losses = f"{loss.per_token:.4f}{plus_minus(loss.stderr)} nats/token"
     if loss.bytes:
-        line["val_bits_per_byte"] = loss.bits_per_byte
-        figures += f", {loss.bits_per_byte:.4f} bits/byte"
+        losses += f", {loss.bits_per_byte:.4f}{plus_minus(loss.bits_stderr)} bits/byte"
     if text:  # ids without text have none
         line["sample"] = text
     records.write(line)
     answers = " on answers" if config.data.loss == "answers" else ""
-    say(f"step {step}: validation loss{answers} {figures}")
+    say(f"step {step}: validation loss{answers} {losses}")
     if text:
         say(f"step {step} writes:\n  | " + text.replace("\n", "\n  | "))
     improved = run.state.best_val_loss is None or loss.per_token < run.state.best_val_loss

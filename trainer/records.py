@@ -28,6 +28,7 @@ class Records:
             "n_params": run.gpt.n_params(),
             "flops_per_token": run.gpt.flops_per_token(run.config.seq_len),
             "dtype": str(run.runtime.dtype).removeprefix("torch."),
+            "tokenizer": run.tokenizer.sha256,
             "dataset_dir": str(run.state.dataset_dir),  # absolute
         }
         write_config(self._run_dir / "config.json", config, run.world, derived, resumed=step > 0)

@@ -10,13 +10,14 @@ import torch
 
 from common.command_line import changes_of
 from common.commit import git_commit
-from common.console import say, warn
+from common.console import logged, say, warn
 from common.files import new_directory, owned, read_json, write_json
 from common.settings import JsonDict, UserError, differences
 from runtime.device import device_name
 from runtime.distributed import World
 
-_RECORDS = ("config.json", "metrics.jsonl", "loss.png", "samples.txt")
+LOG = "console.log"
+_RECORDS = ("config.json", "metrics.jsonl", "loss.png", "samples.txt", LOG)
 """What a run writes beside its checkpoints."""
 _ROUNDING = ("device", "dtype", "processes", "torch")
 """Entries of the environment that rounding depends on."""
@@ -66,12 +67,16 @@ def own_run(run_dir: Path) -> Iterator[None]:
         return f"run_dir={run_dir} is being trained in by {holder}: {remedy}"
 
     lock = run_dir / "run.lock"
-    with new_directory(run_dir, "run_dir"), owned(lock, refusal):
+    log = run_dir / LOG
+    with new_directory(run_dir, "run_dir"), owned(lock, refusal), logged(log):
+        if not os.path.lexists(log):
+            log.touch()
         try:
             yield
         finally:
-            if [*run_dir.iterdir()] == [lock]:
+            if {*run_dir.iterdir()} == {lock, log}:
                 lock.unlink()
+                log.unlink()
 
 
 def write_config(

@@ -81,8 +81,8 @@ class StopSignals:
                 self._forward(signal.SIGKILL)
                 leave_at_once(
                     128 + number,
-                    f"{number.name}, the second signal: stopped at once; "
-                    "the same command resumes from the last save",
+                    f"{number.name}, the second signal: stopped at once; steps since the last save "
+                    "(all, if there is none) are lost, and the same command takes them again",
                 )
 
     def _forward(self, number: signal.Signals) -> None:

@@ -118,7 +118,6 @@ def open_run(config: TrainConfig, runtime: Runtime, world: World) -> Run:
     )
     if checkpoint is not None:
         run.state = restore(checkpoint, state, run.tensors(), world)
-        say(f"resuming {config.run_dir} after step {run.state.step}")
         # A killed save may have left this undone. Damaged ones stay: their disk may recover.
         if world.is_main and not checkpoint.damaged:
             retain(config.run_dir, run.state, config.checkpoint)

@@ -116,6 +116,18 @@ def test_a_finished_sweep_is_found_again_without_its_source_and_with_one_more_fi
     assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir()) == ["seed=1", "seed=2"]
 
 
+def test_a_sweep_counts_its_jobs_and_says_once_what_they_share(command, tiny_args, tmp_path):
+    result = command("train", "-m", *tiny_args, "max_steps=1", "seed=1,2")
+    assert result.status == 0, result.err
+    folders = [tmp_path / "run" / f"seed={seed}" for seed in (1, 2)]
+    jobs = [line for line in result.out.splitlines() if line.startswith("---")]
+    assert jobs == [f"--- job {number} of 2: {folder}" for number, folder in enumerate(folders, start=1)]
+    assert result.out.count("\nschedule  1 step of AdamW") == 1
+    for folder in folders:
+        assert (folder / "console.log").read_text().count("\nschedule  1 step of AdamW") == 1
+    assert "\nschedule  " in command("train", *tiny_args, "max_steps=1", f"run_dir={tmp_path / 'next'}").out
+
+
 SEARCH = "hydra/sweeper=optuna"
 OPTUNA = [SEARCH, "hydra/sweeper/sampler=grid", "seed=choice(1, 2)"]
 

@@ -6,6 +6,7 @@ from printed import assert_one_line
 
 from common.numbers import ceil_div
 from common.settings import decode
+from data.shards import read_manifest
 from model.gpt import GPT
 from runtime.checkpoint import newest
 from runtime.device import open_runtime
@@ -133,6 +134,14 @@ def test_disk_is_what_a_run_writes(command, tiny_args, tmp_path, tiny_plan, data
     assert len(checkpoints) <= found["checkpoints_kept"] <= 3
     assert found["dataset_bytes"] == sum(path.stat().st_size for path in dataset_dir.iterdir())
     assert found["dataset_epochs"] == 6 * 64 / found["dataset_tokens"]
+
+
+def test_a_plan_warns_of_many_epochs_as_a_run_does(command, tiny_args, dataset_dir):
+    args = [arg for arg in tiny_args if not arg.startswith("run_dir=")]
+    passes = 64 * 1_000_000 / read_manifest(dataset_dir).splits["train"].total.tokens
+    warning = f"warning: the run reads its data for {passes:,.0f} epochs, and learns it by heart"
+    assert command("scripts/plan", *args, "device=cpu", "max_steps=1000000").err.startswith(warning)
+    assert command("scripts/plan", *args, "device=cpu").err == ""
 
 
 @pytest.mark.parametrize(

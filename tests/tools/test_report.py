@@ -5,6 +5,8 @@ import html.parser
 import json
 import math
 import os
+import random
+import statistics
 
 import pytest
 from printed import assert_one_line
@@ -84,6 +86,49 @@ def test_a_report_is_one_page_with_the_figures_of_the_runs(command, sweep, tmp_p
     assert first["folder"] == "optim.max_lr=0.001,seed=1; optim.max_lr=0.001,seed=2"
     (image,) = [attributes["src"] for tag, attributes in page.tags if tag == "img"]
     assert base64.b64decode(image.removeprefix("data:image/png;base64,")).startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_runs_of_different_vocabularies_are_ranked_by_bits_per_byte(command, tmp_path):
+    """A token of the second holds twice the text, and costs less than twice as much."""
+    for name, nats, bits in (("bytes", 2.0, 2.885), ("pairs", 3.0, 2.164)):
+        line = val(1, nats) | {"val_bits_per_byte": bits, "val_bits_per_byte_stderr": 0.25}
+        make_run(tmp_path / name, [line], {"seed": 1, "dataset_dir": name}, {"tokenizer": name})
+    result = command("scripts/report", f"folders={tmp_path}")
+    assert "lowest validation loss 2.1640 ± 0.2500 bits per byte: pairs" in result.out
+    assert "runs have different vocabularies: bits per byte of the same text can be compared" in result.err
+    first, second = Page(tmp_path / "report.html").table
+    title = "lowest validation loss (bits per byte)"
+    assert (first["folder"], first[title], first["nats per token"]) == ("pairs", "2.1640 ± 0.2500", "3.0000")
+    assert (second["folder"], second[title], second["nats per token"]) == ("bytes", "2.8850 ± 0.2500", "2.0000")
+
+
+def test_a_difference_is_judged_by_its_own_standard_error(tmp_path):
+    """The same windows are hard for all runs. What a run differs by in each of them is what counts."""
+    rng = random.Random(1)
+    of_best = [rng.gauss(2, 0.5) for _ in range(16)]
+    noise = [rng.gauss(0, 0.1) for _ in range(16)]
+    runs = {
+        "best": of_best,
+        "equal": [x + 0.001 + e - statistics.fmean(noise) for x, e in zip(of_best, noise, strict=True)],
+        "worse": [x + 0.002 + e / 1000 for x, e in zip(of_best, noise, strict=True)],
+    }
+    for name, groups in runs.items():
+        loss = statistics.fmean(groups)
+        make_run(tmp_path / name, [val(1, loss) | {"val_loss_stderr": 0.125, "val_loss_groups": groups}], {"n": name})
+    write_report([tmp_path], None)
+    table = {row["folder"]: row["above the best"] for row in Page(tmp_path / "report.html").table}
+    stderr = statistics.stdev(noise) / 4
+    assert 0.01 < stderr < 0.1
+    assert table == {"best": "", "equal": f"0.0010 ± {stderr:.4f} (equal)", "worse": "0.0020 ± 0.0000"}
+
+
+def test_seeds_add_what_they_differ_by(tmp_path):
+    for lr, losses in ((1, (2.0, 2.2)), (2, (2.3, 2.7))):
+        for seed, loss in enumerate(losses):
+            config = {"seed": seed, "optim": {"max_lr": lr}}
+            make_run(tmp_path / f"{lr} {seed}", [val(1, loss) | {"val_loss_groups": [loss] * 16}], config)
+    _, second = Page(write_report([tmp_path], None)).table
+    assert second["above the best"] == f"0.4000 ± {math.hypot(0.1, 0.2):.4f} (equal)"
 
 
 def test_the_curves_are_those_of_the_lines(sweep, monkeypatch):

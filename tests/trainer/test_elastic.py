@@ -24,9 +24,9 @@ def test_a_batch_need_not_be_divisible(train_in_processes, processes, sequences,
 
 
 @contextlib.contextmanager
-def torchrun(script, *arguments):
-    """A torchrun of two processes, which restarts them up to three times."""
-    launcher = [sys.executable, *TORCHRUN, "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
+def torchrun(script, *arguments, max_restarts=3):
+    """A torchrun of two processes, which restarts them."""
+    launcher = [sys.executable, *TORCHRUN, "--standalone", "--nproc_per_node=2", f"--max-restarts={max_restarts}"]
     options = {"cwd": ROOT, "env": environment(), "text": True, "start_new_session": True}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen([*launcher, script, *arguments], **options, **pipes)
@@ -52,6 +52,16 @@ def test_torchrun_restarts_a_run_that_lost_a_process(train_in_processes, tiny_ar
     assert out.count(f"resuming {tmp_path / 'run'} after step") == 2
     assert "step 20 of 20 saved" in out
     assert_same_steps(undisturbed, tmp_path / "run", tolerance=0)
+
+
+@pytest.mark.slow
+def test_a_lost_process_is_told_in_one_line_although_torchrun_stops_the_other(tiny_args, tmp_path):
+    dies = tmp_path / "dies.py"
+    dies.write_text(IN_STEP.format(when="(step, rank) == (3, 1)", fault="os.kill(os.getpid(), 9)"))
+    with torchrun(dies, *tiny_args, max_restarts=0) as process:
+        _, err = process.communicate(timeout=240)
+    assert err.count("error: rank 0 lost contact with another process") == 1
+    assert "saving and stopping" not in err
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 
 import pytest
 import torch
@@ -42,6 +43,13 @@ def measure(gpt, windows, tokenizer, micro_batch):
     return evaluate(gpt, windows, lengths, micro_batch, runtime, World(torch.device("cpu")))
 
 
+def windows_of(gpt, val):
+    """Nats and targets of every window of the split, the last one ragged."""
+    tokens = torch.from_numpy(val.read(0, val.n_tokens))
+    texts = [tokens[begin : begin + SEQ_LEN + 1] for begin in range(0, len(tokens) - 1, SEQ_LEN)]
+    return [direct_nats(gpt, text) for text in texts], [text[1:] for text in texts]
+
+
 RUNTIME = {"device": "cpu", "dtype": "float64"}
 ON_SPLIT = {"runtime": RUNTIME, "contexts": []}
 
@@ -62,7 +70,7 @@ def test_the_whole_split_token_by_token(gpt, val, dataset_dir, micro_batch):
     tokenizer = load_tokenizer(dataset_dir / "tokenizer.json")
     tokens = torch.from_numpy(val.read(0, val.n_tokens))
     assert (val.n_tokens - 1) % SEQ_LEN, "the last window must be ragged for this to be a test"
-    loss = measure(gpt, eval_batches(val, SEQ_LEN), tokenizer, micro_batch)
+    *_, loss = measure(gpt, eval_batches(val, SEQ_LEN), tokenizer, micro_batch)
     nats = direct_nats(gpt, tokens)
     text = b"".join(tokenizer.decode_bytes([i]) for i in tokens[1:].tolist() if i != tokenizer.eot_id)
     assert (loss.tokens, loss.bytes) == (val.n_tokens - 1, len(text))
@@ -70,6 +78,45 @@ def test_the_whole_split_token_by_token(gpt, val, dataset_dir, micro_batch):
     assert loss.per_token == pytest.approx(nats / (val.n_tokens - 1), rel=1e-12)
     assert loss.bits_per_byte == pytest.approx(nats / math.log(2) / len(text), rel=1e-12)
     assert loss.perplexity == pytest.approx(math.exp(nats / (val.n_tokens - 1)), rel=1e-11)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 7])
+def test_a_standard_error_is_that_of_the_mean_over_windows(gpt, val, dataset_dir, micro_batch):
+    """Of equal windows: their standard deviation over the root of their number."""
+    n = (val.n_tokens - 1) // SEQ_LEN // 2
+    *_, loss = measure(gpt, eval_batches(val, SEQ_LEN, n), load_tokenizer(dataset_dir / "tokenizer.json"), micro_batch)
+    nats, _ = windows_of(gpt, val)
+    read = [nats[i * len(nats) // n] / SEQ_LEN for i in range(n)]
+    assert loss.per_token == pytest.approx(statistics.fmean(read), rel=1e-12)
+    assert loss.stderr == pytest.approx(statistics.stdev(read) / math.sqrt(n), rel=1e-9)
+
+
+def test_windows_of_other_lengths_count_by_their_tokens_and_bytes(gpt, val, dataset_dir):
+    """A standard error of a ratio of sums: that of the mean of what each window is above the ratio."""
+    tokenizer = load_tokenizer(dataset_dir / "tokenizer.json")
+    *_, loss = measure(gpt, eval_batches(val, SEQ_LEN), tokenizer, 3)
+    nats, targets = windows_of(gpt, val)
+    n_tokens = [len(text) for text in targets]
+    n_bytes = [int(tokenizer.byte_lengths[text].sum()) for text in targets]
+    n = len(nats)
+    for amounts, unit, stderr in ((n_tokens, 1, loss.stderr), (n_bytes, math.log(2), loss.bits_stderr)):
+        ratio = sum(nats) / sum(amounts)
+        above = [(x - ratio * amount) / statistics.fmean(amounts) for x, amount in zip(nats, amounts, strict=True)]
+        assert stderr == pytest.approx(statistics.stdev(above) / math.sqrt(n) / unit, rel=1e-9)
+
+
+def test_one_window_has_no_standard_error_and_few_have_none(gpt, val, dataset_dir):
+    tokenizer = load_tokenizer(dataset_dir / "tokenizer.json")
+    *groups, loss = measure(gpt, eval_batches(val, SEQ_LEN, 1), tokenizer, 2)
+    assert math.isnan(loss.stderr)
+    assert sum(math.isfinite(group.per_token) for group in groups) == 1
+
+
+def test_groups_are_every_sixteenth_window(gpt, val, dataset_dir):
+    *groups, _ = measure(gpt, eval_batches(val, SEQ_LEN), load_tokenizer(dataset_dir / "tokenizer.json"), 7)
+    nats, targets = windows_of(gpt, val)
+    expected = [sum(nats[i::16]) / sum(map(len, targets[i::16])) for i in range(16)]
+    assert [group.per_token for group in groups] == pytest.approx(expected, rel=1e-12)
 
 
 def test_evaluation_leaves_the_model_training_and_without_gradients(gpt, val, dataset_dir):
@@ -92,8 +139,10 @@ def test_command_evaluates_what_training_does_and_writes_what_it_prints(tiny, ca
     assert result["loss"] == pytest.approx(last["val_loss"], rel=1e-12)
     assert result["bits_per_byte"] == pytest.approx(last["val_bits_per_byte"], rel=1e-12)
     out = capsys.readouterr().out
-    assert f"loss {result['loss']:.4f}" in out
-    assert f"{result['bits_per_byte']:.4f} bits per byte" in out
+    assert result["loss_stderr"] == pytest.approx(last["val_loss_stderr"], rel=1e-9)
+    assert f"loss {result['loss']:.4f} ± {result['loss_stderr']:.4f} nats per token" in out
+    assert f"{result['bits_per_byte']:.4f} ± {result['bits_per_byte_stderr']:.4f} bits per byte" in out
+    assert f"validation loss {last['val_loss']:.4f} ± {last['val_loss_stderr']:.4f} nats/token" in out
 
 
 def test_training_evaluation_export_and_the_harness_measure_the_same_loss_of_a_padded_vocabulary(run_of, val, tmp_path):

@@ -160,7 +160,8 @@ def test_a_second_signal_ends_processes_that_hang(args, tmp_path):
         end = ended(process)
     assert end.status == 128 + signal.SIGINT
     assert end.err.splitlines()[1:] == [
-        "error: SIGINT, the second signal: stopped at once; the same command resumes from the last save"
+        "error: SIGINT, the second signal: stopped at once; steps since the last save "
+        "(all, if there is none) are lost, and the same command takes them again"
     ]
     assert not processes_of(process)
 

@@ -105,7 +105,8 @@ def test_a_run_writes_what_it_promises(tiny):
     assert [line["lr"] for line in train] == [0.01 * config.schedule.factor(step - 1, 6) for step in range(1, 7)]
     assert [line["step"] for line in val] == [3, 6]
     assert set(train[0]) == {"step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "mfu"}
-    assert set(val[0]) == {"step", "tokens", "val_loss", "val_bits_per_byte"}
+    stderrs = {f"{key}_{more}" for key in ("val_loss", "val_bits_per_byte") for more in ("stderr", "groups")}
+    assert set(val[0]) == {"step", "tokens", "val_loss", "val_bits_per_byte", *stderrs}
     assert train[0]["mfu"] is None  # a CPU's peak is not known
     stored = json.loads((config.run_dir / "config.json").read_text())
     assert stored["config"] == config.model_dump(mode="json")

@@ -67,15 +67,15 @@ def kernel_of(monkeypatch):
     return replace
 
 
-def plain_loss(logits, targets, n_vocab, with_grad):
-    return linear_cross_entropy._by_torch(logits[:, :n_vocab], targets, n_vocab, with_grad)
+def plain_loss(logits, targets, n_vocab, *others):
+    return linear_cross_entropy._by_torch(logits[:, :n_vocab], targets, n_vocab, *others)
 
 
 def loss_with(factor=1.0, of_gradients=1.0):
     """A kernel of the loss whose results are multiplied; of_gradients: (tokens, 1) or a number."""
 
-    def loss(logits, targets, n_vocab, with_grad):
-        losses = factor * plain_loss(logits, targets, n_vocab, with_grad)
+    def loss(logits, targets, n_vocab, with_grad, *others):
+        losses = factor * plain_loss(logits, targets, n_vocab, with_grad, *others)
         if with_grad:
             logits *= of_gradients
         return losses

@@ -107,7 +107,8 @@ def test_a_second_signal_ends_even_a_run_that_hangs(args, tmp_path):
                 break
         (ended,) = ranks.finish(process, seconds=1)
     assert ended.status == 128 + number
-    last = f"error: {number.name}, the second signal: stopped at once; the same command resumes from the last save"
+    last = f"error: {number.name}, the second signal: stopped at once; steps since the last save "
+    last += "(all, if there is none) are lost, and the same command takes them again"
     assert ended.err.splitlines()[-1] == last
 
 

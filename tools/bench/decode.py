@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from common.console import say
 from common.settings import JsonDict
 from model.gpt import GPT, GPTState
 from model.graphs import DecodingStep
@@ -32,6 +33,7 @@ def measure(options: Any) -> list[JsonDict]:
         config = config_of([f"model={name}", *overrides], room, 1)
         gpt = GPT(config.model).to(open_runtime(config.runtime).device)
         for position in positions:
+            say(f"{name} reads {position:,} tokens ...")
             state = state_after(gpt, position)
             texts[name, position] = decoding(gpt, state)
             sizes[name, position] = state_bytes(state)

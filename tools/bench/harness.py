@@ -15,7 +15,7 @@ import torch
 
 from cli import compose
 from common.commit import git_commit
-from common.console import show_table, table_of
+from common.console import Track, show_table, table_of
 from common.settings import JsonDict, UserError
 
 K = TypeVar("K")
@@ -48,9 +48,11 @@ def in_turn(runs: Mapping[K, Callable[[], R]], rounds: int) -> dict[K, list[R]]:
     The order is random in each round, so that other load on the machine slows all runs alike.
     """
     results: dict[K, list[R]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name in random.sample(list(runs), len(runs)):
-            results[name].append(runs[name]())
+    with Track("measuring: run", rounds * len(runs)) as track:
+        for _ in range(rounds):
+            for name in random.sample(list(runs), len(runs)):
+                results[name].append(runs[name]())
+                track.advance(1)
     return results
 
 

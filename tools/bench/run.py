@@ -70,6 +70,7 @@ def bench(options: BenchConfig) -> None:
     figures: JsonDict = {"options": settings, "machine": machine()}
     for what in options.what:
         measure, title = MEASURES[what]
+        say(f"measuring {what} ...")
         figures[what] = measure(options)
         print_table(title.format_map(settings), figures[what])
         if options.out is not None:

@@ -136,7 +136,8 @@ def measure_rate(config: TrainConfig, micro_batch: int) -> float:
     A step has one micro-batch. Reading, evaluating and saving are left out.
     """
     training = Training(config, micro_batch)
-    seconds = [seconds_of(training.step) for _ in range(2 * _WARM_UP)]
+    steps = {"step": partial(seconds_of, training.step)}
+    seconds = in_turn(steps, 2 * _WARM_UP)["step"]
     return micro_batch * config.seq_len / statistics.median(seconds[_WARM_UP:])
 
 
