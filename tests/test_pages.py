@@ -165,7 +165,10 @@ def test_the_plan_on_a_page_is_the_plan(command):
 
 
 @pytest.mark.slow
-def test_the_memory_of_recomputation_on_a_page_is_planned():
+def test_the_memory_on_a_page_is_planned():
+    options = ["experiment=pile_125m", "device=h200", "runtime.micro_batch=32", "batch_tokens=32768"]
+    memory = plan(decode(PlanConfig, compose("plan", options)))["memory"]
+    assert f"{memory['peak'] / 1e9:.1f} GB are planned" in PAGES["sweeps"]
     said = " ".join(PAGES["training"].split())
     for recompute in ("none", "selective", "block"):
         options = [
