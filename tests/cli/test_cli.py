@@ -43,7 +43,7 @@ def test_a_mistake_is_one_clear_line(command, tiny_args, monkeypatch, arguments,
     [
         (
             "prepare_data data=text data.path=lines.jsonl data.text_field=body",
-            ["body is missing in 1", "lines.jsonl:1 with 'text'"],
+            ["JSON without the text_field", "lines.jsonl:1 with 'text'"],
         ),
         ("prepare_data data=tokens data.path=ids.bin", ["ids without a header", "data.dtype=uint16 for nanoGPT's"]),
         ("prepare_data data=tokens data.path=ids.bin data.dtype=uint16", ["id out of range in 1 of the first 1"]),
