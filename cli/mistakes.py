@@ -56,13 +56,17 @@ def _advice(wrong: str, config_name: str) -> str:
 def _known(config_name: str) -> dict[str, list[str]]:
     """Return a command's keys and groups. The key of a group comes with the choices GROUP=NAME that
     have it."""
+    groups = groups_of(config_name)
     known: dict[str, list[str]] = {key: [] for key in config_file(config_name).comments}
-    for group, names in groups_of(config_name).items():
+    for group, names in groups.items():
         known[group] = []
         for name in names if group != "experiment" else []:
             for key in config_file(f"{group}/{name}").comments:
                 choices = known.setdefault(f"{group.replace('/', '.')}.{key}", [])
                 choices.append(f"{group}={name}")
+    for group in groups:
+        if "/" in group:  # model.attention is the group model/attention
+            known.pop(group.replace("/", "."), None)
     return known
 
 

@@ -47,7 +47,7 @@ def test_a_mistyped_option_is_answered_in_one_line(command, script, arguments, m
     [
         ("train", "optim=sgd", "'optim/sgd': allowed: adamw, muon"),
         ("train", "model/attention=rope", "'model/attention/rope': allowed: fixed, linear, log_space, "),
-        ("train", "model.dropout=0.1", "'model.dropout': allowed: attention_pattern"),
+        ("train", "model.dropout=0.1", "'model.dropout': allowed: attention"),
         ("train", "optim.foo=1", "'optim.foo': allowed: betas, eps, grad_clip"),
         ("train", "foo=1", "'foo': allowed: batch_tokens"),
         ("eval", "foo=1", "'foo': allowed: batches, checkpoint"),

@@ -34,7 +34,7 @@ def test_shards_hold_whole_documents_and_read_as_one_row(make_stream, tmp_path):
 
 
 def test_missing_dataset(tmp_path):
-    with pytest.raises(UserError, match=r"none does not exist .* give the folder that scripts/prepare_data\.py made"):
+    with pytest.raises(UserError, match=r"none does not exist .* give the folder of a dataset, or make one"):
         read_manifest(tmp_path / "none")
 
 

@@ -55,7 +55,7 @@ def test_fakes_have_the_strides_and_types_of_results(backend, T):
     calls = [
         (_recur, (log_p, h, start, backend)),
         (_recur_backward, (s, log_p, h, start, s, backend)),
-        (_summed_loss, (torch.randn(7, 3), torch.randn(4, 3), targets, True, backend)),
+        (_summed_loss, (torch.randn(7, 3), torch.randn(4, 3), targets, True, None, backend)),
     ]
     if backend == "chunked":
         x, M = torch.randn(2, T, 3, 15), torch.randn(2, 3, 5, 6)

@@ -143,7 +143,7 @@ def test_a_state_is_constant_in_log_space_and_grows_with_softmax(command, restor
     ("arguments", "message"),
     [
         ("what=train nanogpt=configs", "nanogpt=configs has no model.py: name the folder of a clone of nanoGPT"),
-        ("what=decode models=gpt2_123m", "did you mean 'model/gpt2_124m'?"),
+        ("what=decode models=gpt2_123m", "did you mean 'model=gpt2_124m'?"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, command, restored_torch):

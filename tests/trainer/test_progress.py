@@ -79,7 +79,7 @@ def test_a_terminal_shows_bars_with_rate_and_time_left_and_keeps_the_lines():
     assert re.search(r"━ outer: step 2 of 2 \(0:01 elapsed\) \d\.\d/s", text), text
     assert text.count("warning: slow\r\n") == 2
     last = text.rpartition("\n")[0].rpartition("\x1b[2K")[2]
-    assert last == "\x1b[?25hdone\r"
+    assert last.replace("\r", "") == "\x1b[?25hdone"  # a carriage return if the bar was drawn again
 
 
 def read(terminal):
