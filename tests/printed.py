@@ -1,4 +1,4 @@
-"""What programs print: commands for a user to type, and errors."""
+"""What programs print and leave: commands for a user to type, errors, and files."""
 
 import re
 import shlex
@@ -41,3 +41,9 @@ def assert_one_line(result, *fragments):
     assert len(result.err) < 600
     for fragment in fragments:
         assert fragment in result.err
+
+
+def snapshot(folder):
+    """Every file with its content and the time of its last change, but the log of what was printed."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "console.log"]
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}

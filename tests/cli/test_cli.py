@@ -3,15 +3,11 @@
 import json
 
 import pytest
-from printed import assert_one_line
+from printed import assert_one_line, snapshot
 
 from runtime.checkpoint import newest
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
-
-
-def snapshot(folder):
-    return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
 
 
 @pytest.mark.parametrize(

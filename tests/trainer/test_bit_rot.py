@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from faults import assert_same, finish, result, steps_of
-from test_resume import snapshot
+from printed import snapshot
 
 from common.settings import UserError
 from runtime.checkpoint import checkpoint_path, open_checkpoint

@@ -6,6 +6,7 @@ import shutil
 import pytest
 from faults import metrics
 from forged import edit, sign
+from printed import snapshot
 
 from common.settings import UserError
 from data.loader import TrainBatches
@@ -25,12 +26,6 @@ def assert_same_run(a, b):
     states = [open_checkpoint(path).state.model_dump(exclude={"run_id"}) for path in (first, second)]
     assert states[0] == states[1]
     assert metrics(a) == metrics(b)
-
-
-def snapshot(folder):
-    """Every file with its content and the time of its last change, but the log of what was printed."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "console.log"]
-    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
 def test_a_run_reads_each_sequence_of_an_epoch_once_and_ends_the_same_whatever_interrupts_it(
