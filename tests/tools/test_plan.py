@@ -63,6 +63,7 @@ def test_devices_that_share_unevenly_are_said(command):
         ("mfu=0.3 tokens_per_second=9", ["mfu and tokens_per_second", "give only one"]),
         ("runtime.device=cuda", ["runtime.device=cuda, but there is no GPU here: name one, such as device=a100-40gb"]),
         ("device=h1000", ["device=h1000 is not known: did you mean 'h100'?"]),
+        ("device=xpu", ["device=xpu is not known: allowed: a10,", "h100-pcie"]),
     ],
 )
 def test_a_mistake_is_one_line(command, arguments, fragments):
