@@ -17,6 +17,9 @@ WRONG_OPTIONS = 2
 at_once = False
 """True: Python ends without waiting for threads of other packages, which may never end."""
 
+lost_process = False
+"""True: this process ends because another one is lost."""
+
 
 def leave(status: int | str | None) -> NoReturn:
     """End this process like sys.exit."""

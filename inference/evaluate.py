@@ -187,11 +187,11 @@ def measure(evaluation: Evaluation, world: World) -> JsonDict:
         gpt, windows, config.micro_batch, evaluation.loaded.runtime, world, chunk
     ):
         by_set.add(_sets(windows, first, len(targets)), targets, losses)
-        by_position.add(targets, losses)
+        by_position.add(by_position.bins, targets, losses)
     *losses_of_sets, loss = by_set.losses(world)
     set_losses = dict(zip(set_names, losses_of_sets, strict=True))
     largest_first = sorted(set_losses, key=lambda name: -set_losses[name].tokens)
-    *losses_of_bins, _ = by_position.sums.losses(world)
+    *losses_of_bins, _ = by_position.losses(world)
     positions = by_position.rows(losses_of_bins)
     if windows.stream.loss == "answers":
         positions = []  # a position in a row of several conversations says nothing
@@ -229,8 +229,8 @@ def _measure_context(
     for _, targets, losses in window_losses(
         gpt, windows, rows, evaluation.loaded.runtime, world, _CONTEXT_CHUNK
     ):
-        by_position.add(targets, losses)
-    *losses_of_bins, loss = by_position.sums.losses(world)
+        by_position.add(by_position.bins, targets, losses)
+    *losses_of_bins, loss = by_position.losses(world)
     return {
         "context": context,
         **figures(loss),
@@ -258,19 +258,15 @@ def position_bins(length: int) -> list[int]:
     return [0, *sorted(n for n in {*powers, *between} if n < length), length]
 
 
-class _PositionSums:
+class _PositionSums(LossSums):
     """Sums of losses by bins of positions in windows of `length` tokens."""
 
     def __init__(self, length: int, byte_lengths: Tensor) -> None:
         self._edges = position_bins(length)
-        self.sums = LossSums(len(self._edges) - 1, byte_lengths)
+        super().__init__(len(self._edges) - 1, byte_lengths)
         edges = torch.tensor(self._edges)
-        self._bins = torch.bucketize(torch.arange(length), edges, right=True).unsqueeze(0) - 1
+        self.bins = torch.bucketize(torch.arange(length), edges, right=True).unsqueeze(0) - 1
         """The bin of each position, int64 (1, length)."""
-
-    def add(self, targets: Tensor, losses: Tensor) -> None:
-        """Add losses (B, T) of B windows, as LossSums does."""
-        self.sums.add(self._bins, targets, losses)
 
     def rows(self, losses: list[Loss]) -> list[JsonDict]:
         """Return the bins [start, stop) that have targets, with their losses."""

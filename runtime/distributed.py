@@ -5,7 +5,6 @@ import gc
 import json
 import os
 import re
-import signal
 import threading
 import time
 import traceback
@@ -318,7 +317,7 @@ def is_launched_here() -> bool:
 
 def _end_after_loss(error: BaseException, store: dist.Store | None, rank: int) -> NoReturn:
     """Say why another process is lost, and raise SystemExit."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it next
+    exits.lost_process = True
     if is_launched_here():
         time.sleep(_SECONDS_FOR_PARENT)
         exits.at_once = True

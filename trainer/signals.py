@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 
+from common import exits
 from common.console import warn
 from common.exits import leave_at_once
 from runtime.distributed import is_launched_here
@@ -31,13 +32,13 @@ class StopSignals:
         """The first signal received."""
         self._leads = leads
         self._follows = is_launched_here()
-        by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and not self._follows
+        self._by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and not self._follows
         # One event may send several signals: torchrun forwards what its whole process group has
         # already received, and the system and the shell both tell that a terminal is gone.
-        self._echo_seconds = 1.0 if by_torchrun else 0.3
+        self._echo_seconds = 1.0 if self._by_torchrun else 0.3
         self._stopping = list(STOPPING)
         under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        if under_nohup and not by_torchrun:
+        if under_nohup and not self._by_torchrun:
             self._stopping.remove(signal.SIGHUP)
 
     def __enter__(self) -> "StopSignals":
@@ -73,8 +74,10 @@ class StopSignals:
             number = signal.Signals(byte[0])
             if self.received is None:
                 self.received = number
+                if self._by_torchrun:  # which also sends SIGTERM when it has lost a process
+                    time.sleep(self._echo_seconds)
                 first = time.monotonic()
-                if not self._follows:
+                if not self._follows and not exits.lost_process:
                     warn(f"{number.name}: saving and stopping; a second signal stops at once")
                 self._forward(number)
             elif not self._follows and time.monotonic() - first >= self._echo_seconds:
