@@ -36,7 +36,7 @@ _BYTES_OF_PARAMETER = 16
 """Weight, gradient, and two numbers of the optimizer, in float32."""
 _BYTES_OF_FEATURE = 128
 """What a layer keeps for the backward pass, for each feature of a token. Our models keep 33 to 129
-(trainer/memory.py)."""
+(tools/step_memory.py)."""
 
 S = TypeVar("S", bound=Settings)
 T = TypeVar("T")

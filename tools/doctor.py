@@ -27,8 +27,8 @@ from runtime.distributed import World
 from tools.bench.harness import composed, in_own_process, machine, print_table
 from tools.bench.train import measure_rate
 from tools.plan import duration, gigabytes
+from tools.step_memory import memory_of
 from trainer.config import TrainConfig
-from trainer.memory import memory_of
 from trainer.micro_batch import SPARE, largest
 from trainer.start import prove_micro_batch
 

@@ -15,8 +15,8 @@ from data.shards import read_manifest, token_dtype
 from model.gpt import GPT
 from runtime.device import Runtime, is_bfloat16_fast
 from runtime.gpus import DEVICES, device_by_name, device_of_gpu
+from tools.step_memory import Memory, memory_of
 from trainer.config import TrainConfig
-from trainer.memory import Memory, memory_of
 from trainer.micro_batch import SPARE, largest
 
 

@@ -15,7 +15,7 @@ from trainer.step import accumulate_gradients
 
 SPARE = 0.12
 """Share of a GPU left free: for libraries, for fragmentation in a long run, and for compiled code,
-which may keep 8 % more (memory.py)."""
+which may keep 8 % more (tools/step_memory.py)."""
 
 
 def choose_micro_batch(

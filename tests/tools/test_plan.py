@@ -14,8 +14,8 @@ from runtime.gpus import DEVICES, device_by_name, device_of_gpu
 from runtime.metrics import read_metrics
 from tools.bench.train import Training, measure_rate
 from tools.plan import PlanConfig, as_text, duration, find_target, gigabytes, plan
+from tools.step_memory import memory_of
 from trainer.loop import fit
-from trainer.memory import memory_of
 from trainer.micro_batch import SPARE
 
 pytestmark = pytest.mark.usefixtures("restored_torch")

@@ -181,7 +181,7 @@ INITIAL = """
 import itertools
 import torch
 from torch.profiler import ProfilerActivity, profile
-from tests.trainer.test_memory import allocations, config_of
+from tests.tools.test_step_memory import allocations, config_of
 from model.gpt import GPT
 from runtime.distributed import join_world
 from trainer.step import SummedLoss

@@ -12,8 +12,8 @@ from model.gpt import GPT, GPTConfig
 from model.ops import linear_cross_entropy
 from model.ops.log_attention import chunked
 from runtime.device import Runtime
-from trainer import memory
-from trainer.memory import step_memory
+from tools import step_memory as memory
+from tools.step_memory import step_memory
 from trainer.optim import AdamWConfig
 from trainer.step import SummedLoss
 
