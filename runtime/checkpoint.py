@@ -43,7 +43,6 @@ from common.settings import Settings, UserError, decode
 from data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from model.gpt import GPT
 from runtime.distributed import World
-from runtime.metrics import MetricsLog
 from runtime.state import (
     FORMAT_VERSION,
     RANDOM,
@@ -430,20 +429,17 @@ class Saver:
         tokenizer: Tokenizer,
         config: CheckpointConfig,
         world: World,
-        log: MetricsLog | None,
         resumed: Checkpoint | None,
     ) -> None:
         """Prepare to save.
 
         Args:
-            log: the run's log; only the main process uses it.
             resumed: the checkpoint from which the run continues.
         """
         self._run_dir = run_dir
         self._tokenizer = tokenizer
         self._config = config
         self._world = world
-        self._log = log
         # Reused: copying into new memory takes 30 times as long.
         self._copies: dict[str, dict[str, Tensor]] = {}
         self._thread: threading.Thread | None = None
@@ -512,8 +508,9 @@ class Saver:
 
     def _write(self, state: TrainState) -> None:
         try:
-            if self._log is not None:
-                self._log.sync()  # the checkpoint relies on these lines
+            # The checkpoint relies on the lines that the run has written.
+            with open(self._run_dir / "metrics.jsonl", "rb") as log:
+                os.fsync(log.fileno())
             path = save_checkpoint(self._run_dir, self._copies, state, self._tokenizer)
             self._damaged.discard(path)
             retain(self._run_dir, state, self._config, self._damaged)

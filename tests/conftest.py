@@ -250,7 +250,10 @@ def pictures():
 def no_pictures(request, monkeypatch):
     """In other tests these are files that say so: drawing takes longer than a tiny run."""
     if "pictures" not in request.fixturenames:
-        monkeypatch.setattr("trainer.records.draw_losses", lambda _, path, *titles: write_atomic(path, b"a picture"))
+        monkeypatch.setattr(
+            "trainer.records.run_records.draw_losses",
+            lambda _, path, *titles: write_atomic(path, b"a picture"),
+        )
         monkeypatch.setattr("inference.evaluate.draw_evaluation", lambda *_: b"a picture")
 
 

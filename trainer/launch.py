@@ -12,10 +12,10 @@ from data.tokenizer import Tokenizer
 from model.gpt import GPT
 from runtime.checkpoint import load_model
 from runtime.launch import choose_processes, given_processes, launch, usable_cores
-from runtime.metrics import read_metrics
 from trainer.config import TrainConfig
 from trainer.loop import fit
-from trainer.run_dir import LOG
+from trainer.records.metrics import read_metrics
+from trainer.records.run_dir import LOG
 from trainer.signals import StopSignals
 from trainer.start import open_data
 

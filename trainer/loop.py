@@ -20,13 +20,13 @@ from runtime.checkpoint import Saver, newest
 from runtime.device import Runtime, open_runtime, peak_flops
 from runtime.distributed import World, join_world
 from runtime.losses import evaluate
-from trainer.announce import TrainingProgress, announce
 from trainer.bad_steps import skip
 from trainer.config import TrainConfig
 from trainer.init_from import open_source
-from trainer.records import Records
-from trainer.run_dir import check_folder, own_run
-from trainer.samples import sample
+from trainer.records.announce import TrainingProgress, announce
+from trainer.records.run_dir import check_folder, own_run
+from trainer.records.run_records import Records
+from trainer.records.samples import sample
 from trainer.signals import StopSignals
 from trainer.start import Run, open_data, open_run
 from trainer.step import MicroBatches, local_micro_batches, train_step
@@ -137,9 +137,7 @@ def _open_files(run: Run) -> Iterator[tuple[Records, Saver]]:
     records = Records(run)
     if world.is_main:
         announce(run, records.curves.rate)
-    saver = Saver(
-        config.run_dir, run.tokenizer, config.checkpoint, world, records.log, run.checkpoint
-    )
+    saver = Saver(config.run_dir, run.tokenizer, config.checkpoint, world, run.checkpoint)
     try:
         yield records, saver
         saver.wait()

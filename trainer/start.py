@@ -28,8 +28,8 @@ from trainer.long_sequences import share_sequences
 from trainer.micro_batch import choose_micro_batch
 from trainer.mup import scale_weights
 from trainer.optim import named_state
+from trainer.records.samples import read_prompt
 from trainer.resume import find_checkpoint, restore
-from trainer.samples import read_prompt
 from trainer.step import SummedLoss, accumulate_gradients, local_micro_batches
 
 _MAY_DIFFER: Any = {"run_dir": True, "dataset_dir": True, "tracker": True, "runtime": {"device"}}

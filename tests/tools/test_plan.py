@@ -11,12 +11,12 @@ from model.gpt import GPT
 from runtime.checkpoint import newest
 from runtime.device import open_runtime
 from runtime.gpus import DEVICES, device_by_name, device_of_gpu
-from runtime.metrics import read_metrics
 from tools.bench.train import Training, measure_rate
 from tools.plan import PlanConfig, as_text, duration, find_target, gigabytes, plan
 from tools.step_memory import memory_of
 from trainer.loop import fit
 from trainer.micro_batch import SPARE
+from trainer.records.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 

@@ -13,9 +13,9 @@ from common.settings import UserError
 from data.shards import TokenStream, read_manifest
 from runtime.checkpoint import load_model, save_checkpoint
 from runtime.losses import evaluate
-from runtime.metrics import read_metrics
-from trainer.announce import announce
 from trainer.loop import fit
+from trainer.records.announce import announce
+from trainer.records.metrics import read_metrics
 
 EOT, ASSISTANT = 256, 259  # of bytes
 pytestmark = pytest.mark.usefixtures("restored_torch")

@@ -14,7 +14,7 @@ from common.settings import UserError
 from model.gpt import GPT
 from runtime.checkpoint import newest
 from trainer.loop import fit
-from trainer.run_dir import check_folder
+from trainer.records.run_dir import check_folder
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 

@@ -13,7 +13,7 @@ from faults import LimitedFiles, assert_same, is_whole, result, steps_of
 from common.settings import UserError
 from runtime.checkpoint import CheckpointConfig, checkpoint_path, retain
 from trainer.loop import fit
-from trainer.records import Records
+from trainer.records.run_records import Records
 
 pytestmark = pytest.mark.usefixtures("restored_torch", "plain")
 

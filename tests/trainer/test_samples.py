@@ -8,7 +8,7 @@ from data.chat import ChatTokenizer
 from data.tokenizer import BytesConfig, build_tokenizer
 from runtime.checkpoint import newest
 from trainer.loop import fit
-from trainer.samples import read_prompt
+from trainer.records.samples import read_prompt
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 

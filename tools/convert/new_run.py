@@ -8,7 +8,7 @@ from data.tokenizer import Tokenizer
 from model.gpt import GPT
 from runtime.checkpoint import newest, save_checkpoint
 from runtime.state import NO_DATASET, TrainState
-from trainer.run_dir import check_folder, own_run
+from trainer.records.run_dir import check_folder, own_run
 
 
 def begin_with(

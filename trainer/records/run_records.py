@@ -2,11 +2,11 @@
 
 from common.files import write_or_warn
 from common.settings import JsonDict
-from runtime.metrics import MetricsLog, read_metrics
-from trainer.curves import RunCurves, draw_losses
-from trainer.run_dir import write_config
+from trainer.records.curves import RunCurves, draw_losses
+from trainer.records.metrics import MetricsLog, read_metrics
+from trainer.records.run_dir import write_config
+from trainer.records.trackers import Tracker, open_trackers
 from trainer.start import Run
-from trainer.trackers import Tracker, open_trackers
 
 
 class Records:
