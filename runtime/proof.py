@@ -30,7 +30,7 @@ from common.settings import JsonDict, UserError
 from model.gpt import GPT
 from model.layers import FusedLinear
 from model.ops import kernels
-from runtime.device import Runtime, compile_blocks, device_name, not_compiled, triton_version
+from runtime.device import Compute, compile_blocks, device_name, not_compiled, triton_version
 from runtime.distributed import World
 
 LOSS = "the loss"
@@ -236,13 +236,13 @@ def compare(off: list[Norms], expected: list[Norms], dtype: torch.dtype) -> Diff
     return largest
 
 
-def prove_logits(gpt: GPT, runtime: Runtime, autocast: bool) -> None:
+def prove_logits(gpt: GPT, compute: Compute, autocast: bool) -> None:
     """Use plain torch if a model's logits are wrong on this GPU: of random tokens, in two chunks.
 
     Args:
-        autocast: whether the model runs in `runtime.autocast()`.
+        autocast: whether the model runs in `compute.autocast()`.
     """
-    stored = StoredProof(gpt, runtime.dtype, {"autocast": autocast, "kernels": kernels.enabled})
+    stored = StoredProof(gpt, compute.dtype, {"autocast": autocast, "kernels": kernels.enabled})
     is_right = stored.read()
     if is_right is not None:
         kernels.enabled &= is_right
@@ -259,7 +259,7 @@ def prove_logits(gpt: GPT, runtime: Runtime, autocast: bool) -> None:
         return {LOGITS: torch.stack([x.norm() for x in logits.split(_BLOCK, dim=1)])[:, None]}
 
     def difference() -> Difference:
-        context = runtime.autocast() if autocast else nullcontext()
+        context = compute.autocast() if autocast else nullcontext()
         state = None
         logits = []
         with torch.inference_mode(), context:
@@ -267,7 +267,7 @@ def prove_logits(gpt: GPT, runtime: Runtime, autocast: bool) -> None:
                 of_chunk, state = gpt(chunk, state, return_state=True)
                 logits.append(of_chunk)
             off = torch.cat(logits, dim=1) - expected
-        return compare([norms(off)], [norms(expected)], runtime.dtype)
+        return compare([norms(off)], [norms(expected)], compute.dtype)
 
     is_right, _ = choose(gpt, difference, World(gpt.device))
     stored.write(is_right)

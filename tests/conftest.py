@@ -259,7 +259,7 @@ def no_pictures(request, monkeypatch):
 
 @pytest.fixture
 def restored_torch():
-    """Restores the process-wide settings that open_runtime changes."""
+    """Restores the process-wide settings that choose_compute changes."""
     before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
     n_threads = torch.get_num_threads()
     yield

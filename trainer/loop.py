@@ -17,7 +17,7 @@ from common.numbers import plus_minus
 from common.settings import JsonDict, UserError
 from data.loader import Prefetch
 from runtime.checkpoint import Saver, newest
-from runtime.device import Runtime, open_runtime, peak_flops
+from runtime.device import Compute, choose_compute, peak_flops
 from runtime.distributed import World, join_world
 from runtime.losses import evaluate
 from trainer.bad_steps import skip
@@ -54,21 +54,21 @@ def fit(config: TrainConfig) -> float | None:
     """
     config.tracker.import_packages()
     check_folder(config.run_dir)
-    runtime = open_runtime(config.runtime)
+    compute = choose_compute(config.runtime)
     with (
         StopSignals() as signals,
-        join_world(runtime.device, timedelta(minutes=config.runtime.timeout_minutes)) as world,
+        join_world(compute.device, timedelta(minutes=config.runtime.timeout_minutes)) as world,
         own_run(config.run_dir) if world.is_main else contextlib.nullcontext(),
     ):
         # No variable here may hold the run: its model must be freed before the world ends.
-        return train(config, runtime, world, signals)
+        return train(config, compute, world, signals)
 
 
 def train(
-    config: TrainConfig, runtime: Runtime, world: World, signals: StopSignals
+    config: TrainConfig, compute: Compute, world: World, signals: StopSignals
 ) -> float | None:
     """Train in a run directory that this process owns: see `fit`."""
-    run = open_run(config, runtime, world)  # as after its newest checkpoint, or new
+    run = open_run(config, compute, world)  # as after its newest checkpoint, or new
     config = run.config  # with the length of a run of epochs
     if run.state.step >= config.last_step:
         _say_nothing_to_train(run)
@@ -172,7 +172,7 @@ def take_step(
             run.summed_loss,
             run.optimizer,
             micro_batches,
-            run.runtime,
+            run.compute,
             run.world,
             grad_clip=config.optim.grad_clip,
             asked_to_stop=asked_to_stop,
@@ -197,7 +197,7 @@ def _speed(run: Run, seconds: float) -> dict[str, float | None]:
     """Throughput of a step that took so many seconds."""
     rate = run.config.tokens(1) / seconds
     mfu = None
-    peak = peak_flops(run.world.device, run.runtime.dtype)
+    peak = peak_flops(run.world.device, run.compute.dtype)
     if peak is not None:
         flops = run.gpt.flops_per_token(run.config.seq_len)
         mfu = round(rate * flops / (peak * run.world.size), 4)
@@ -219,9 +219,9 @@ def _evaluate(run: Run, records: Records) -> bool:
     config = run.config
     step = run.state.step
     byte_lengths = torch.from_numpy(run.tokenizer.byte_lengths).to(run.world.device)
-    chunk = run.runtime.sequence_chunk or config.seq_len // run.group.size
+    chunk = run.compute.sequence_chunk or config.seq_len // run.group.size
     *groups, loss = evaluate(
-        run.gpt, run.windows, byte_lengths, run.micro_batch, run.runtime, run.world, chunk
+        run.gpt, run.windows, byte_lengths, run.micro_batch, run.compute, run.world, chunk
     )
     if not math.isfinite(loss.nats):
         raise UserError(
@@ -230,7 +230,7 @@ def _evaluate(run: Run, records: Records) -> bool:
     text = None
     if config.eval.prompt is not None:
         text = sample(
-            run.gpt, config.eval.prompt, run.tokenizer, run.runtime, run.world, config.seed
+            run.gpt, config.eval.prompt, run.tokenizer, run.compute, run.world, config.seed
         )
     figures: JsonDict = {
         "val_loss_stderr": loss.stderr,

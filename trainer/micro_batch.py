@@ -9,7 +9,7 @@ from common.console import say
 from common.memory import out_of_memory
 from common.numbers import ceil_div
 from common.settings import UserError
-from runtime.device import Runtime, device_name, not_compiled
+from runtime.device import Compute, device_name, not_compiled
 from runtime.distributed import World
 from trainer.step import accumulate_gradients
 
@@ -19,7 +19,7 @@ which may keep 8 % more (tools/step_memory.py)."""
 
 
 def choose_micro_batch(
-    summed_loss: nn.Module, share: int, seq_len: int, runtime: Runtime, world: World
+    summed_loss: nn.Module, share: int, seq_len: int, compute: Compute, world: World
 ) -> int:
     """The largest of equal micro-batches that fits in every process. Prints its choice.
 
@@ -48,7 +48,7 @@ def choose_micro_batch(
             for p in params:
                 p.grad = torch.zeros_like(p)
             ids = torch.zeros(size, seq_len, dtype=torch.int64, device=world.device)
-            accumulate_gradients(summed_loss, [(ids, ids)], runtime, world, sync=False)
+            accumulate_gradients(summed_loss, [(ids, ids)], compute, world, sync=False)
             del reserve
             return True
         except (RuntimeError, MemoryError) as error:

@@ -18,7 +18,7 @@ from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPT, call_layer
 from runtime.checkpoint import Checkpoint, retain
-from runtime.device import Runtime, compile_blocks, compiles, device_name
+from runtime.device import Compute, compile_blocks, compiles, device_name
 from runtime.distributed import SequenceGroup, World
 from runtime.proof import StoredProof, prove_gradients, use_plain_torch
 from runtime.state import FixedSettings, TrainState, seed_process
@@ -42,7 +42,7 @@ class Run:
     """A run in progress. A checkpoint holds `state` and `tensors()`."""
 
     config: TrainConfig
-    runtime: Runtime
+    compute: Compute
     world: World
     group: SequenceGroup
     tokenizer: Tokenizer
@@ -75,7 +75,7 @@ class Run:
         self.state = self.state.model_copy(update=changes)
 
 
-def open_run(config: TrainConfig, runtime: Runtime, world: World) -> Run:
+def open_run(config: TrainConfig, compute: Compute, world: World) -> Run:
     """Build model and optimizer from the seed, or restore them from the run's newest checkpoint.
 
     Raises:
@@ -84,7 +84,7 @@ def open_run(config: TrainConfig, runtime: Runtime, world: World) -> Run:
     typed = config
     config, manifest, tokenizer, batches, windows = open_data(config)
     _say_fitted(typed, config)
-    _check_processes(config, runtime, world, manifest)
+    _check_processes(config, compute, world, manifest)
     if config.data.mixture is not None:
         batches.mix(config.data.mixture)
     checkpoint = find_checkpoint(config.run_dir, world)
@@ -95,16 +95,16 @@ def open_run(config: TrainConfig, runtime: Runtime, world: World) -> Run:
         )
     group = SequenceGroup(world, config.runtime.context_parallel)
     gpt, summed_loss = build_model(
-        config, runtime, world, group, config.data.reset_at(tokenizer.eot_id)
+        config, compute, world, group, config.data.reset_at(tokenizer.eot_id)
     )
     if config.init_from is not None and checkpoint is None:
         load_weights(gpt, config.init_from, tokenizer, world)
     seed_process(f"{config.seed} 0 {world.rank}")
-    optimizer = config.optim.build(gpt, world, runtime.dtype)
+    optimizer = config.optim.build(gpt, world, compute.dtype)
     state = new_state(config, manifest)
     run = Run(
         config,
-        runtime,
+        compute,
         world,
         group,
         tokenizer,
@@ -123,7 +123,7 @@ def open_run(config: TrainConfig, runtime: Runtime, world: World) -> Run:
             retain(config.run_dir, run.state, config.checkpoint)
     run.update(eval_batches=config.eval.batches)
     run.micro_batch = _choose_micro_batch(run)
-    if runtime.proof:
+    if compute.proof:
         prove(run)
     return run
 
@@ -182,11 +182,11 @@ def _say_fitted(typed: TrainConfig, config: TrainConfig) -> None:
 
 
 def _check_processes(
-    config: TrainConfig, runtime: Runtime, world: World, manifest: Manifest
+    config: TrainConfig, compute: Compute, world: World, manifest: Manifest
 ) -> None:
     """Raise UserError if the processes differ in what must be equal, or cannot share a batch."""
     settings = config.model_dump(mode="json", exclude=_MAY_DIFFER)
-    settings["runtime"]["dtype"] = str(runtime.dtype).removeprefix("torch.")  # auto's choice
+    settings["runtime"]["dtype"] = str(compute.dtype).removeprefix("torch.")  # auto's choice
     data = {"dataset_fingerprint": manifest.fingerprint, "tokenizer": manifest.tokenizer.sha256}
     world.check_equal(settings | data | {"init_from": config.init_from is not None})
     share = config.runtime.context_parallel
@@ -211,7 +211,7 @@ def _check_processes(
 
 
 def build_model(
-    config: TrainConfig, runtime: Runtime, world: World, group: SequenceGroup, eot_id: int | None
+    config: TrainConfig, compute: Compute, world: World, group: SequenceGroup, eot_id: int | None
 ) -> tuple[GPT, nn.Module]:
     """Return the model with initial weights on its device, and its wrapped SummedLoss.
 
@@ -223,11 +223,11 @@ def build_model(
     fsdp = config.runtime.strategy == "fsdp"
     # With fsdp, the whole model may not fit here.
     with torch.device("meta") if fsdp else contextlib.nullcontext():
-        gpt = GPT(config.model, eot_id).to(runtime.param_dtype)
+        gpt = GPT(config.model, eot_id).to(compute.param_dtype)
     gpt.recompute = config.runtime.recompute
     summed_loss = SummedLoss(gpt, share_sequences(group) if group.size > 1 else call_layer)
-    compile_blocks(gpt, compiles(config.runtime, runtime))
-    wrapped = world.wrap(summed_loss, fsdp, runtime.dtype)
+    compile_blocks(gpt, compiles(config.runtime, compute))
+    wrapped = world.wrap(summed_loss, fsdp, compute.dtype)
     if fsdp:
         gpt.to_empty(device=world.device)
         # Each process draws all weights, one at a time, and keeps its shard.
@@ -253,14 +253,14 @@ def prove(run: Run) -> None:
         "documents": run.gpt.eot_id is not None,
         "sequences, tokens": world.exchange(list(token_ids.shape))[0],
     }
-    stored = StoredProof(run.gpt, run.runtime.dtype, options)
+    stored = StoredProof(run.gpt, run.compute.dtype, options)
     outcomes = world.exchange(stored.read())
     is_right = outcomes[0]
     if is_right is None or any(outcome != is_right for outcome in outcomes):
-        runtime = replace(run.runtime, sequence_chunk=chunk)
+        compute = replace(run.compute, sequence_chunk=chunk)
         # With fsdp, no process has the whole model's gradient.
         gpt = _small_model(run) if config.runtime.strategy == "fsdp" else run.gpt
-        is_right = prove_micro_batch(gpt, token_ids, targets, runtime, world)
+        is_right = prove_micro_batch(gpt, token_ids, targets, compute, world)
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of each machine
             stored.write(is_right)
     if not is_right:
@@ -268,23 +268,23 @@ def prove(run: Run) -> None:
 
 
 def prove_micro_batch(
-    gpt: GPT, token_ids: Tensor, targets: Tensor, runtime: Runtime, world: World
+    gpt: GPT, token_ids: Tensor, targets: Tensor, compute: Compute, world: World
 ) -> bool:
     """Return whether a model's gradient is right on a micro-batch; with runtime.sequence_chunk, on
     its first two chunks."""
-    if runtime.sequence_chunk is not None:
-        token_ids = token_ids[:, : 2 * runtime.sequence_chunk]
-        targets = targets[:, : 2 * runtime.sequence_chunk]
+    if compute.sequence_chunk is not None:
+        token_ids = token_ids[:, : 2 * compute.sequence_chunk]
+        targets = targets[:, : 2 * compute.sequence_chunk]
     if not (targets >= 0).any():  # a question without its answer has no gradient
         targets = token_ids.roll(-1, 1)
 
     def add_gradients(token_ids: Tensor, targets: Tensor) -> Tensor:
         micro_batches = [(token_ids, targets)]
-        loss = accumulate_gradients(SummedLoss(gpt), micro_batches, runtime, world, sync=False)
+        loss = accumulate_gradients(SummedLoss(gpt), micro_batches, compute, world, sync=False)
         assert loss is not None
         return loss
 
-    return prove_gradients(gpt, add_gradients, token_ids, targets, runtime.dtype, world)
+    return prove_gradients(gpt, add_gradients, token_ids, targets, compute.dtype, world)
 
 
 def _small_model(run: Run) -> GPT:
@@ -292,9 +292,9 @@ def _small_model(run: Run) -> GPT:
     n_layer = max(2, len(run.config.model.attention_pattern or []))
     with torch.random.fork_rng([]):
         small = GPT(run.config.model.model_copy(update={"n_layer": n_layer}), run.gpt.eot_id)
-    small.to(run.world.device, run.runtime.param_dtype)
+    small.to(run.world.device, run.compute.param_dtype)
     small.recompute = run.config.runtime.recompute
-    compile_blocks(small, compiles(run.config.runtime, run.runtime))
+    compile_blocks(small, compiles(run.config.runtime, run.compute))
     return small
 
 
@@ -315,7 +315,7 @@ def _choose_micro_batch(run: Run) -> int:
     if state.micro_batch is not None and state.micro_batch_for == place:
         return state.micro_batch
     share = config.share_of(world.size)
-    size = choose_micro_batch(run.summed_loss, share, config.seq_len, run.runtime, world)
+    size = choose_micro_batch(run.summed_loss, share, config.seq_len, run.compute, world)
     run.update(micro_batch=size, micro_batch_for=place)
     return size
 

@@ -72,7 +72,7 @@ def test_training_validation_and_evaluation_agree_with_each_conversation_alone(c
     assert run.train_step()["loss"] == pytest.approx(expected, rel=1e-12)
     of_val, n_tokens = loss_by_definition(run.gpt, conversations_of(config, "val"), 32)
     byte_lengths = torch.from_numpy(run.tokenizer.byte_lengths)
-    *_, measured = evaluate(run.gpt, run.windows, byte_lengths, 3, run.runtime, run.world)
+    *_, measured = evaluate(run.gpt, run.windows, byte_lengths, 3, run.compute, run.world)
     assert measured.per_token == pytest.approx(of_val, rel=1e-12)
     assert measured.tokens == n_tokens
     fit(config)

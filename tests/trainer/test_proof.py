@@ -14,7 +14,7 @@ from common.settings import UserError, decode
 from model.gpt import GPT, GPTConfig
 from model.ops import kernels, linear_cross_entropy, log_attention
 from runtime import proof
-from runtime.device import Runtime, compile_blocks, is_compiled
+from runtime.device import Compute, compile_blocks, is_compiled
 from runtime.distributed import World
 from runtime.proof import Difference, StoredProof, compare, prove_logits
 from trainer.loop import fit
@@ -29,7 +29,7 @@ SOFTMAX = FLAGSHIP | {"attention": {"name": "softmax", "decay": "head"}, "tied":
 PUBLISHED = FLAGSHIP | {"ngrams": [], "attention": {"name": "log_space"}, "block": {"name": "glu"}}
 GPT2 = FLAGSHIP | {"ngrams": [], "position": {"name": "learned", "max_len": 128}, "attention": {"name": "softmax"}}
 GPT2 |= {"block": {"name": "mlp"}}
-HERE = Runtime(torch.device("cpu"), torch.bfloat16, proof=True)
+HERE = Compute(torch.device("cpu"), torch.bfloat16, proof=True)
 WORLD = World(torch.device("cpu"))
 COMPILE = torch.compile
 
@@ -244,8 +244,8 @@ def test_inference_compares_logits_once(kernel_of, monkeypatch, autocast, wrong)
 def test_a_run_proves_itself_once(tiny, kernel_of, monkeypatch, capsys):
     """A resumed run knows the outcome; one with other sequences does not."""
     kernel_of(loss=loss_with(1.02))
-    opened = trainer.loop.open_runtime
-    monkeypatch.setattr(trainer.loop, "open_runtime", lambda config: dataclasses.replace(opened(config), proof=True))
+    opened = trainer.loop.choose_compute
+    monkeypatch.setattr(trainer.loop, "choose_compute", lambda config: dataclasses.replace(opened(config), proof=True))
     sizes = {"runtime.micro_batch": 3, "model.position": {"name": "none"}}  # of 4 sequences: steps take 2 at a time
     config = tiny({"runtime.dtype": "bfloat16"} | sizes)
     for stop_at in (2, 4):
@@ -268,8 +268,8 @@ kernels.has_kernels = lambda device: True
 factor = 1.1 if os.environ["RANK"] == "1" else 1.0
 loss._FORMS["triton"] = lambda z, targets, n, *given: factor * loss._by_torch(z[:, :n], targets, n, *given)
 import trainer.loop, runpy
-opened = trainer.loop.open_runtime
-trainer.loop.open_runtime = lambda config: dataclasses.replace(opened(config), proof=True)
+opened = trainer.loop.choose_compute
+trainer.loop.choose_compute = lambda config: dataclasses.replace(opened(config), proof=True)
 import atexit
 atexit.register(lambda: print(os.environ["RANK"], "uses kernels:", kernels.enabled, file=sys.stderr))
 runpy.run_path("train.py", run_name="__main__")

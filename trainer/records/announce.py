@@ -129,7 +129,7 @@ def _schedule(run: Run) -> str:
 
 
 def _device(run: Run) -> str:
-    device = run.runtime.shared_by(run.world.size)
+    device = run.compute.shared_by(run.world.size)
     if is_compiled(run.summed_loss):
         device += ", compiled"
     if run.config.runtime.strategy == "fsdp":

@@ -27,7 +27,7 @@ class Records:
             "micro_batch": run.micro_batch,
             "n_params": run.gpt.n_params(),
             "flops_per_token": run.gpt.flops_per_token(run.config.seq_len),
-            "dtype": str(run.runtime.dtype).removeprefix("torch."),
+            "dtype": str(run.compute.dtype).removeprefix("torch."),
             "tokenizer": run.tokenizer.sha256,
             "dataset_dir": str(run.state.dataset_dir),  # absolute
         }
