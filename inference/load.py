@@ -13,7 +13,7 @@ from common.settings import JsonDict, Settings, UserError
 from data.shards import Manifest, read_manifest
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
-from runtime.checkpoint import Checkpoint, load_model, open_model
+from runtime.checkpoint import MODEL_FILES, Checkpoint, load_model, open_checkpoint
 from runtime.device import Compute, DeviceConfig, ProcessesConfig, choose_compute
 from runtime.proof import prove_logits
 
@@ -108,7 +108,7 @@ def load(config: ModelConfig) -> Loaded:
         UserError: there is no such checkpoint, it is damaged, or there is no such device.
     """
     compute = choose_compute(config.runtime)
-    checkpoint = open_model(config.checkpoint)
+    checkpoint = open_checkpoint(config.checkpoint, MODEL_FILES)
     gpt, tokenizer = load_model(checkpoint)
     # By size alone, so that the bits do not depend on other work on this machine.
     is_small = compute.device.type == "cpu" and gpt.n_params() < config.parameters_for_threads

@@ -49,7 +49,7 @@ from runtime.state import (
     TrainState,
     random_state,
 )
-from runtime.tensor_file import Expected, read_tensors, save_file
+from runtime.tensor_file import Expected, load_tensors, save_file
 
 _NAME = re.compile(r"step-\d{8,18}")
 _LARGEST_STATE = 2**22  # bytes: it may name the weights of many sets
@@ -60,7 +60,7 @@ _FILES = (
     "model.safetensors",
     "optimizer.safetensors",
 )
-_MODEL_FILES = ("model.safetensors", "state.json", "tokenizer.json")
+MODEL_FILES = ("model.safetensors", "state.json", "tokenizer.json")
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
@@ -113,10 +113,10 @@ class Checkpoint:
         described = self.sums["model.safetensors"] + self.sums["state.json"]
         return hashlib.sha256(described.encode()).hexdigest()
 
-    def tensors(
+    def load_tensors(
         self, name: str, expected: Expected, rows: Mapping[str, slice] | None = None
     ) -> dict[str, Tensor]:
-        """The tensors of "model", "optimizer" or "random", on the CPU.
+        """Load the tensors of "model", "optimizer" or "random" to the CPU.
 
         Args:
             rows: what to read of some tensors; the others are read whole.
@@ -124,7 +124,7 @@ class Checkpoint:
         Raises:
             UserError: the checkpoint does not hold exactly the expected tensors.
         """
-        return read_tensors([self.path / f"{name}.safetensors"], expected, rows)
+        return load_tensors([self.path / f"{name}.safetensors"], expected, rows)
 
     def write_result(self, name: str, content: bytes | str) -> None:
         """Write a file into the run directory and print its path.
@@ -141,7 +141,7 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step-{step:08}"
 
 
-def newest(run_dir: Path) -> Path | None:
+def find_newest(run_dir: Path) -> Path | None:
     """The run's checkpoint with the highest step, whole or not, or None."""
     checkpoints = _all(run_dir)
     return checkpoints[-1] if checkpoints else None
@@ -214,11 +214,6 @@ def open_checkpoint(
         remedy = f"such as {runs[0]}" if runs else "or a step-... folder"
         raise UserError(f"{key}={path} holds no checkpoint: give a run directory, {remedy}")
     return checkpoint
-
-
-def open_model(path: str | Path, key: str = "checkpoint") -> Checkpoint:
-    """Like `open_checkpoint`, but verify only the files needed to run the model."""
-    return open_checkpoint(path, _MODEL_FILES, key)
 
 
 def open_newest(run_dir: Path, files: Collection[str] = _FILES) -> Checkpoint | None:
@@ -302,12 +297,12 @@ def load_model(path: str | Path | Checkpoint) -> tuple[GPT, Tokenizer]:
         UserError: there is no checkpoint, a file is damaged, or the tokenizer has more ids than the
             model.
     """
-    checkpoint = path if isinstance(path, Checkpoint) else open_model(path)
+    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path, MODEL_FILES)
     state = checkpoint.state
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
     with torch.device("meta"):
         gpt = GPT(state.model, state.data.reset_at(tokenizer.eot_id))
-    gpt.load_state_dict(read_weights(checkpoint, gpt), assign=True)
+    gpt.load_state_dict(load_weights(checkpoint, gpt), assign=True)
     if tokenizer.n_vocab > gpt.config.n_vocab:
         raise UserError(
             f"{checkpoint.path} has a tokenizer with {tokenizer.n_vocab} ids, but the model has "
@@ -316,7 +311,7 @@ def load_model(path: str | Path | Checkpoint) -> tuple[GPT, Tokenizer]:
     return gpt.requires_grad_(), tokenizer
 
 
-def read_weights(
+def load_weights(
     checkpoint: Checkpoint, gpt: GPT, rows: Mapping[str, slice] | None = None
 ) -> dict[str, Tensor]:
     """Read the weights of `gpt` from a checkpoint of such a model, by name.
@@ -325,7 +320,7 @@ def read_weights(
         rows: what to read of some weights; the others are read whole.
     """
     expected: Expected = {name: (value.shape, FLOATS) for name, value in gpt.state_dict().items()}
-    return checkpoint.tensors("model", expected, rows)
+    return checkpoint.load_tensors("model", expected, rows)
 
 
 # Writing
@@ -364,7 +359,7 @@ def save_checkpoint(
     return path
 
 
-def retain(
+def delete_old_checkpoints(
     run_dir: Path, state: TrainState, config: CheckpointConfig, damaged: Iterable[Path] = ()
 ) -> None:
     """Update `latest` and `best`, and delete old and `damaged` checkpoints, and leftovers.
@@ -513,7 +508,7 @@ class Saver:
                 os.fsync(log.fileno())
             path = save_checkpoint(self._run_dir, self._copies, state, self._tokenizer)
             self._damaged.discard(path)
-            retain(self._run_dir, state, self._config, self._damaged)
+            delete_old_checkpoints(self._run_dir, state, self._config, self._damaged)
             self._damaged.clear()
             self.saved_step = state.step
         except BaseException as error:  # `check` raises it

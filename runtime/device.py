@@ -90,7 +90,7 @@ class RuntimeConfig(ProcessesConfig, defaults="runtime/auto"):
 
 @dataclass(frozen=True)
 class Compute:
-    """The chosen device and dtype, and what else of the settings `runtime.` a forward pass needs."""
+    """The chosen device and dtype, and other settings `runtime.` that a forward pass needs."""
 
     device: torch.device
     dtype: torch.dtype
@@ -207,7 +207,7 @@ def why_gpu_is_unseen(dev: Path = Path("/dev")) -> str | None:
     return "torch.cuda.is_available() is false"
 
 
-def compiles(config: RuntimeConfig, compute: Compute) -> bool:
+def should_compile(config: RuntimeConfig, compute: Compute) -> bool:
     """Whether blocks are compiled, if the configured form is right."""
     if config.compile == "auto":
         # On a CPU, compiling takes longer than it saves. Processes that share sequences wait for

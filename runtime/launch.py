@@ -114,7 +114,7 @@ def _words(file: Path) -> list[str]:
     return file.read_text().split() if file.is_file() else []
 
 
-def launch(n: int, run: Callable[[S], T], settings: S) -> T:
+def launch_processes(n: int, run: Callable[[S], T], settings: S) -> T:
     """Call run(settings) in n processes, and return the result of the first; n=1: in this one.
 
     Where processes cannot meet, one line says so, and this process does the work alone.

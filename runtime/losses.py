@@ -102,7 +102,7 @@ def _ratio_stderr(products: Tensor, column: int) -> float:
     return math.sqrt(max(variance, 0.0)) / amount
 
 
-def evaluate(
+def evaluate_windows(
     gpt: GPT,
     windows: EvalBatches,
     byte_lengths: Tensor,

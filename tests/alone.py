@@ -5,7 +5,7 @@ from runtime.distributed import World
 from trainer import loop, start
 
 
-class Run(start.Run):
+class Run(start.TrainingRun):
     """A run with its steps as methods."""
 
     def share(self, step):

@@ -19,7 +19,7 @@ from runtime.device import (
     Compute,
     choose_compute,
     compile_blocks,
-    compiles,
+    should_compile,
     triton_version,
     why_gpu_is_unseen,
 )
@@ -29,7 +29,7 @@ from tools.bench.train import measure_rate
 from tools.plan import duration, gigabytes
 from tools.step_memory import memory_of
 from trainer.config import TrainConfig
-from trainer.micro_batch import SPARE, largest
+from trainer.micro_batch import SPARE, find_largest_fit
 from trainer.start import prove_micro_batch
 
 FLAGSHIP = ["experiment=pile_125m", "model=flagship_125m"]
@@ -115,7 +115,7 @@ def prove_model(words: list[str]) -> str:
     gpt = GPT(model, config.data.reset_at(n_vocab - 1)).to(compute.device, compute.param_dtype)
     ids = torch.randint(min(n_vocab, 500), (8, config.seq_len + 1))  # strings occur again
     world = World(compute.device)
-    compile_blocks(gpt, compiles(config.runtime, compute))
+    compile_blocks(gpt, should_compile(config.runtime, compute))
     is_right = prove_micro_batch(gpt, ids[:, :-1], ids[:, 1:], compute, world)
     return AGREES if is_right else "are right only without kernels and torch.compile"
 
@@ -128,7 +128,7 @@ def training_step(config: TrainConfig, compute: Compute) -> JsonDict:
         with torch.device("meta"):
             gpt = GPT(config.model)
         room = torch.cuda.mem_get_info()[1] * (1 - SPARE)
-        most = largest(
+        most = find_largest_fit(
             lambda size: memory_of(gpt, config, compute, n_device, size).peak <= room,
             config.share_of(n_device),
         )

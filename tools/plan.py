@@ -17,7 +17,7 @@ from runtime.device import Compute, is_bfloat16_fast
 from runtime.gpus import DEVICES, device_by_name, device_of_gpu
 from tools.step_memory import Memory, memory_of
 from trainer.config import TrainConfig
-from trainer.micro_batch import SPARE, largest
+from trainer.micro_batch import SPARE, find_largest_fit
 
 
 class PlanConfig(TrainConfig, defaults="plan"):
@@ -89,7 +89,7 @@ def plan(config: PlanConfig) -> JsonDict:
     most = None  # unknown; 0: not even one sequence fits
     if target.memory is not None:
         room = target.memory * (1 - SPARE)
-        most = largest(lambda size: memory_with(size).peak <= room, share)
+        most = find_largest_fit(lambda size: memory_with(size).peak <= room, share)
     size = config.runtime.micro_batch_on(target.compute.device) or most or 1
     micro_batch = min(size, share)
     memory = memory_with(micro_batch)

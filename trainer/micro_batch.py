@@ -62,7 +62,7 @@ def choose_micro_batch(
             torch.cuda.empty_cache()
 
     with not_compiled(summed_loss):
-        chosen = largest(lambda size: all(world.exchange(fits(size))), share)
+        chosen = find_largest_fit(lambda size: all(world.exchange(fits(size))), share)
     where = f"the {memory / 1e9:.1f} GB of {device_name(world.device)}"
     if chosen == 0:
         raise UserError(
@@ -73,7 +73,7 @@ def choose_micro_batch(
     return chosen
 
 
-def largest(fits: Callable[[int], bool], share: int) -> int:
+def find_largest_fit(fits: Callable[[int], bool], share: int) -> int:
     """The size of the fewest equal micro-batches of a share that fit; 0: not even one sequence
     does.
 

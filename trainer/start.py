@@ -17,19 +17,19 @@ from data.loader import EvalBatches, TrainBatches, eval_batches, open_rows
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPT, call_layer
-from runtime.checkpoint import Checkpoint, retain
-from runtime.device import Compute, compile_blocks, compiles, device_name
+from runtime.checkpoint import Checkpoint, delete_old_checkpoints
+from runtime.device import Compute, compile_blocks, device_name, should_compile
 from runtime.distributed import SequenceGroup, World
 from runtime.proof import StoredProof, prove_gradients, use_plain_torch
 from runtime.state import FixedSettings, TrainState, seed_process
 from trainer.config import TrainConfig
-from trainer.init_from import load_weights, open_source
+from trainer.init_from import load_init_from, open_init_from
 from trainer.long_sequences import share_sequences
 from trainer.micro_batch import choose_micro_batch
 from trainer.mup import scale_weights
 from trainer.optim import named_state
 from trainer.records.samples import read_prompt
-from trainer.resume import find_checkpoint, restore
+from trainer.resume import load_run, open_newest_for_all
 from trainer.step import SummedLoss, accumulate_gradients, local_micro_batches
 
 _MAY_DIFFER: Any = {"run_dir": True, "dataset_dir": True, "tracker": True, "runtime": {"device"}}
@@ -38,7 +38,7 @@ process uses, and the device, which `join_world` compares."""
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """A run in progress. A checkpoint holds `state` and `tensors()`."""
 
     config: TrainConfig
@@ -75,7 +75,7 @@ class Run:
         self.state = self.state.model_copy(update=changes)
 
 
-def open_run(config: TrainConfig, compute: Compute, world: World) -> Run:
+def open_run(config: TrainConfig, compute: Compute, world: World) -> TrainingRun:
     """Build model and optimizer from the seed, or restore them from the run's newest checkpoint.
 
     Raises:
@@ -87,7 +87,7 @@ def open_run(config: TrainConfig, compute: Compute, world: World) -> Run:
     _check_processes(config, compute, world, manifest)
     if config.data.mixture is not None:
         batches.mix(config.data.mixture)
-    checkpoint = find_checkpoint(config.run_dir, world)
+    checkpoint = open_newest_for_all(config.run_dir, world)
     if checkpoint is not None and config.resume == "never":
         raise UserError(
             f"run_dir={config.run_dir} holds a run, and resume=never: "
@@ -98,11 +98,11 @@ def open_run(config: TrainConfig, compute: Compute, world: World) -> Run:
         config, compute, world, group, config.data.reset_at(tokenizer.eot_id)
     )
     if config.init_from is not None and checkpoint is None:
-        load_weights(gpt, config.init_from, tokenizer, world)
+        load_init_from(gpt, config.init_from, tokenizer, world)
     seed_process(f"{config.seed} 0 {world.rank}")
     optimizer = config.optim.build(gpt, world, compute.dtype)
     state = new_state(config, manifest)
-    run = Run(
+    run = TrainingRun(
         config,
         compute,
         world,
@@ -117,14 +117,14 @@ def open_run(config: TrainConfig, compute: Compute, world: World) -> Run:
         checkpoint,
     )
     if checkpoint is not None:
-        run.state = restore(checkpoint, state, run.tensors(), world)
+        run.state = load_run(checkpoint, state, run.tensors(), world)
         # A killed save may have left this undone. Damaged ones stay: their disk may recover.
         if world.is_main and not checkpoint.damaged:
-            retain(config.run_dir, run.state, config.checkpoint)
+            delete_old_checkpoints(config.run_dir, run.state, config.checkpoint)
     run.update(eval_batches=config.eval.batches)
     run.micro_batch = _choose_micro_batch(run)
     if compute.proof:
-        prove(run)
+        prove_run(run)
     return run
 
 
@@ -147,7 +147,7 @@ def open_data(
     if tokenizer.n_vocab > config.model.n_vocab:
         if config.init_from is not None:
             # Its error says which of the two does not fit.
-            open_source(config.init_from, config.model, tokenizer)
+            open_init_from(config.init_from, config.model, tokenizer)
         raise UserError(
             f"dataset_dir={folder} was made with tokenizer {tokenizer.name} of "
             f"{tokenizer.n_vocab} ids, and model.n_vocab={config.model.n_vocab}: "
@@ -226,7 +226,7 @@ def build_model(
         gpt = GPT(config.model, eot_id).to(compute.param_dtype)
     gpt.recompute = config.runtime.recompute
     summed_loss = SummedLoss(gpt, share_sequences(group) if group.size > 1 else call_layer)
-    compile_blocks(gpt, compiles(config.runtime, compute))
+    compile_blocks(gpt, should_compile(config.runtime, compute))
     wrapped = world.wrap(summed_loss, fsdp, compute.dtype)
     if fsdp:
         gpt.to_empty(device=world.device)
@@ -236,7 +236,7 @@ def build_model(
     return gpt, wrapped
 
 
-def prove(run: Run) -> None:
+def prove_run(run: TrainingRun) -> None:
     """Run the model as configured if its gradient is right on this GPU, else in plain torch: see
     runtime/proof.py."""
     config = run.config
@@ -287,18 +287,18 @@ def prove_micro_batch(
     return prove_gradients(gpt, add_gradients, token_ids, targets, compute.dtype, world)
 
 
-def _small_model(run: Run) -> GPT:
+def _small_model(run: TrainingRun) -> GPT:
     """Return a whole model of two blocks, or of as many as the attention pattern has."""
     n_layer = max(2, len(run.config.model.attention_pattern or []))
     with torch.random.fork_rng([]):
         small = GPT(run.config.model.model_copy(update={"n_layer": n_layer}), run.gpt.eot_id)
     small.to(run.world.device, run.compute.param_dtype)
     small.recompute = run.config.runtime.recompute
-    compile_blocks(small, compiles(run.config.runtime, run.compute))
+    compile_blocks(small, should_compile(run.config.runtime, run.compute))
     return small
 
 
-def _choose_micro_batch(run: Run) -> int:
+def _choose_micro_batch(run: TrainingRun) -> int:
     """The configured size, or the largest that fits.
 
     A run chooses once for each device and number of processes, because rounding depends on it.

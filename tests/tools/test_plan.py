@@ -8,7 +8,7 @@ from common.numbers import ceil_div
 from common.settings import decode
 from data.shards import read_manifest
 from model.gpt import GPT
-from runtime.checkpoint import newest
+from runtime.checkpoint import find_newest
 from runtime.device import choose_compute
 from runtime.gpus import DEVICES, device_by_name, device_of_gpu
 from tools.bench.train import Training, measure_rate
@@ -128,7 +128,7 @@ def test_the_measured_model_keeps_documents_apart_as_the_run_does(tiny):
 def test_disk_is_what_a_run_writes(command, tiny_args, tmp_path, tiny_plan, dataset_dir):
     assert command("train", *tiny_args, "checkpoint.keep_every=4", "checkpoint.keep_last=1").status == 0
     weights = {"model.safetensors", "optimizer.safetensors"}
-    written = sum(path.stat().st_size for path in newest(tmp_path / "run").iterdir() if path.name in weights)
+    written = sum(path.stat().st_size for path in find_newest(tmp_path / "run").iterdir() if path.name in weights)
     found = plan(tiny_plan({"checkpoint.keep_every": 4, "checkpoint.keep_last": 1}))["disk"]
     assert found["checkpoint"] == pytest.approx(written, rel=0.2)  # a file says what is in it: much, for so few numbers
     checkpoints = [path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.startswith("step-")]

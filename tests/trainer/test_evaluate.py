@@ -17,7 +17,7 @@ from model.gpt import GPT, GPTConfig
 from runtime.checkpoint import load_model
 from runtime.device import choose_compute
 from runtime.distributed import World
-from runtime.losses import evaluate
+from runtime.losses import evaluate_windows
 from tools.convert.export_hf import export
 from trainer.loop import fit
 
@@ -40,7 +40,7 @@ def val(dataset_dir):
 def measure(gpt, windows, tokenizer, micro_batch):
     compute = choose_compute(decode(EvaluateConfig, {"checkpoint": ".", "runtime": RUNTIME}).runtime)
     lengths = torch.from_numpy(tokenizer.byte_lengths)
-    return evaluate(gpt, windows, lengths, micro_batch, compute, World(torch.device("cpu")))
+    return evaluate_windows(gpt, windows, lengths, micro_batch, compute, World(torch.device("cpu")))
 
 
 def windows_of(gpt, val):

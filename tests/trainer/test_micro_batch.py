@@ -12,7 +12,7 @@ from torch import nn
 
 from common.settings import UserError, decode
 from model.gpt import GPT, GPTConfig
-from runtime.checkpoint import newest, open_checkpoint
+from runtime.checkpoint import find_newest, open_checkpoint
 from runtime.device import Compute, RuntimeConfig
 from runtime.distributed import World
 from trainer.micro_batch import choose_micro_batch
@@ -169,7 +169,7 @@ def test_a_run_has_the_losses_of_any_other_micro_batch_and_keeps_what_was_chosen
     monkeypatch.setattr("trainer.start.choose_micro_batch", lambda *_: 1)
     assert "resuming" in command("train", *args).out
     assert_same_steps(tmp_path / "one", tmp_path / "whole", tolerance=1e-5)
-    a, b = (newest(tmp_path / name) for name in ("whole", "run"))
+    a, b = (find_newest(tmp_path / name) for name in ("whole", "run"))
     assert open_checkpoint(a).state.micro_batch == open_checkpoint(b).state.micro_batch == 3
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (a / name).read_bytes() == (b / name).read_bytes(), name

@@ -29,7 +29,7 @@ def trained(gpt, token_ids, training, micro_batch):
     compute, optimizer, steps = Compute(torch.device("cpu"), torch.float64), optim.build(gpt), []
     for step, ids in enumerate(token_ids.long()):
         factor = schedule.factor(step, len(token_ids))
-        optim.schedule(optimizer, factor)
+        optim.set_learning_rate(optimizer, factor)
         x, y = ids[:, :-1], ids[:, 1:].contiguous()
         batches = list(zip(x.split(micro_batch), y.split(micro_batch), strict=True))
         done = train_step(SummedLoss(gpt), optimizer, batches, compute, grad_clip=optim.grad_clip)

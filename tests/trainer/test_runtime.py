@@ -6,7 +6,7 @@ import torch
 from common.settings import UserError, decode
 from model.ops import kernels
 from runtime import device
-from runtime.device import Compute, DeviceConfig, RuntimeConfig, choose_compute, compiles
+from runtime.device import Compute, DeviceConfig, RuntimeConfig, choose_compute, should_compile
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -37,12 +37,15 @@ def test_auto_takes_bfloat16_on_a_cpu_with_units_for_it(monkeypatch, fast, dtype
 
 @pytest.mark.parametrize(("given", "device", "expected"), [("auto", "cuda", True), ("auto", "cpu", False)])
 def test_gpus_compile(given, device, expected):
-    assert compiles(decode(RuntimeConfig, {"compile": given}), Compute(torch.device(device), torch.float32)) == expected
+    assert (
+        should_compile(decode(RuntimeConfig, {"compile": given}), Compute(torch.device(device), torch.float32))
+        == expected
+    )
 
 
 def test_processes_that_share_sequences_do_not_compile():
     config = decode(RuntimeConfig, {"context_parallel": 2})
-    assert not compiles(config, Compute(torch.device("cuda"), torch.bfloat16))
+    assert not should_compile(config, Compute(torch.device("cuda"), torch.bfloat16))
 
 
 def test_kernels_can_be_left_out():

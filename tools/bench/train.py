@@ -16,7 +16,7 @@ from common.console import say
 from common.numbers import ceil_div
 from common.settings import JsonDict, UserError, decode
 from model.gpt import GPT
-from runtime.device import Compute, choose_compute, compile_blocks, compiles, peak_flops
+from runtime.device import Compute, choose_compute, compile_blocks, peak_flops, should_compile
 from runtime.distributed import World
 from tools.bench.harness import composed, in_own_process, in_turn, seconds_of
 from trainer.config import TrainConfig
@@ -147,7 +147,7 @@ def _ours(config: TrainConfig, compute: Compute) -> tuple[Any, Any, int]:
     gpt = GPT(config.model, eot_id).to(compute.device, compute.param_dtype)
     gpt.recompute = config.runtime.recompute
     optimizer = config.optim.build(gpt, World(compute.device), compute.dtype)
-    compile_blocks(gpt, compiles(config.runtime, compute))
+    compile_blocks(gpt, should_compile(config.runtime, compute))
     return SummedLoss(gpt), optimizer, gpt.flops_per_token(config.seq_len)
 
 
@@ -155,7 +155,7 @@ def _nanogpt(folder: Path, config: TrainConfig, compute: Compute) -> tuple[Any, 
     """Return the same of nanoGPT, with the optimizer of its train.py."""
     model = NanoGPT(folder, config).to(compute.device, compute.param_dtype)
     optimizer = model.gpt.configure_optimizers(0.1, 6e-4, (0.9, 0.95), compute.device.type)
-    if compiles(config.runtime, compute):
+    if should_compile(config.runtime, compute):
         model.compile()
     return model, optimizer, model.flops_per_token
 

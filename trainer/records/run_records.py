@@ -6,13 +6,13 @@ from trainer.records.curves import RunCurves, draw_losses
 from trainer.records.metrics import MetricsLog, read_metrics
 from trainer.records.run_dir import write_config
 from trainer.records.trackers import Tracker, open_trackers
-from trainer.start import Run
+from trainer.start import TrainingRun
 
 
 class Records:
     """config.json, metrics.jsonl, loss.png, samples.txt, and lines for trackers."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         """Write config.json, and open the others. In other processes, do nothing."""
         self.curves = RunCurves()
         self.log: MetricsLog | None = None

@@ -40,7 +40,7 @@ def read_prompt(prompt: str, tokenizer: Tokenizer, max_len: int | None) -> tuple
 
 
 @torch.no_grad()
-def sample(
+def sample_text(
     gpt: GPT, prompt: str, tokenizer: Tokenizer, compute: Compute, world: World, seed: int
 ) -> str:
     """Return a prompt and at most 100 tokens that follow. Every process must call this.
