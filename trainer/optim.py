@@ -12,7 +12,7 @@ from common.numbers import ceil_div
 from common.settings import Settings
 from model.attention.base import Decay
 from model.gpt import GPT
-from model.layers import FusedLinear
+from model.layers import Linear
 from runtime.distributed import World
 from trainer.mup import TransferConfig, ratios, scale_factors
 
@@ -109,13 +109,13 @@ class MuonConfig(AdamWConfig, defaults="optim/muon"):
 OptimConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="name")]
 
 
-def block_matrices(gpt: GPT) -> Iterator[nn.Linear]:
+def block_matrices(gpt: GPT) -> Iterator[Linear]:
     """Yield the linear layers of blocks, except those of forget gates."""
     gate_modules: set[nn.Module] = set()
     for module in gpt.blocks.modules():
         if isinstance(module, Decay):
             gate_modules.update(module.modules())
-        if isinstance(module, nn.Linear) and module not in gate_modules:
+        if isinstance(module, Linear) and module not in gate_modules:
             yield module
 
 
@@ -196,16 +196,13 @@ class Muon(torch.optim.Optimizer):
             return factor * orthogonalize(matrix, self._dtype)
 
         layer = self._layers[p]
-        if isinstance(layer, FusedLinear):
-            return layer.join([update_of(matrix) for matrix in layer.split(x)])
-        return update_of(x)
+        return layer.join([update_of(matrix) for matrix in layer.split(x)])
 
     def _alike(self) -> Iterator[list[Tensor]]:
         """Yield weights of one shape and learning rate whose rows are divided in the same way."""
         kinds: dict[Any, list[Tensor]] = {}
         for p, layer in self._layers.items():
-            division = (layer.sizes, layer.n_group) if isinstance(layer, FusedLinear) else None
-            kinds.setdefault((p.shape, division, self._factors[p]), []).append(p)
+            kinds.setdefault((p.shape, layer.division, self._factors[p]), []).append(p)
         for weights in kinds.values():
             n = max(1, _AT_ONCE // weights[0].numel())
             for first in range(0, len(weights), n):

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load, save
 
 from model.gpt import GPT
-from model.layers import FusedLinear
 from runtime.distributed import World
 from trainer import optim
 from trainer.optim import AdamWConfig, MuonConfig, block_matrices, named_state, orthogonalize
@@ -109,7 +108,7 @@ def test_muon_is_torchs_own_for_each_of_the_matrices(tiny, monkeypatch, at_once)
 
     def matrices(tensors):
         pairs = zip(layers, tensors, strict=True)
-        return [part for m, x in pairs for part in (m.split(x) if isinstance(m, FusedLinear) else [x])]
+        return [part for m, x in pairs for part in m.split(x)]
 
     expected = [part.detach().clone() for part in matrices([m.weight for m in layers])]
     torchs = torch.optim.Muon(expected, lr=1e-2, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
