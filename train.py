@@ -31,6 +31,6 @@ if __name__ == "__main__":
         CONFIG,
         text_keys=TEXT_KEYS,
         when_interrupted=message,
-        check="trainer.loop:check",
+        check="trainer.loop:check_run",
         after_sweep="tools.report:show_runs",
     )

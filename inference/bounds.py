@@ -12,7 +12,7 @@ from model.attention.log_space import LogSpaceAttention
 from model.gpt import GPT
 from model.ops.custom import accumulation_dtype
 from model.ops.log_attention.naive import KEY, QUERY, VALUE
-from runtime.device import Runtime
+from runtime.device import Compute
 
 _TOKENS = 4096
 """Most tokens that are read, of all windows and of one."""
@@ -20,7 +20,7 @@ _TOKENS = 4096
 
 @torch.no_grad()
 def shares_beyond_bounds(
-    gpt: GPT, windows: EvalBatches, runtime: Runtime
+    gpt: GPT, windows: EvalBatches, compute: Compute
 ) -> dict[str, float] | None:
     """Return the share of the elements of q, k and log_v that count as the bounds instead, over all
     layers with log-space attention, in the first windows.
@@ -37,7 +37,7 @@ def shares_beyond_bounds(
             n_beyond[name] += int(is_beyond.sum())
             n_elements[name] += is_beyond.numel()
 
-    with ExitStack() as hooks, runtime.autocast():
+    with ExitStack() as hooks, compute.autocast():
         for module in gpt.modules():
             if isinstance(module, LogSpaceAttention):
                 hooks.enter_context(module.qkv.register_forward_hook(partial(count, module)))

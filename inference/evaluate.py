@@ -87,7 +87,7 @@ def run_evaluation(config: EvaluateConfig) -> JsonDict:
     stream = evaluation.windows.stream
     if stream.dataset_dir == checkpoint.state.dataset_dir:
         config = config.model_copy(update={"dataset_dir": None})
-    with join_world(evaluation.loaded.runtime.device) as world:
+    with join_world(evaluation.loaded.compute.device) as world:
         settings = config.model_dump(mode="json", exclude={"checkpoint", "dataset_dir", "runtime"})
         data = {
             "weights": checkpoint.identity,
@@ -184,7 +184,7 @@ def measure(evaluation: Evaluation, world: World) -> JsonDict:
     by_position = _PositionSums(windows.seq_len, byte_lengths)
     chunk = min(windows.seq_len, _WINDOW_CHUNK) if gpt.constant_state else None
     for first, targets, losses in window_losses(
-        gpt, windows, config.micro_batch, evaluation.loaded.runtime, world, chunk
+        gpt, windows, config.micro_batch, evaluation.loaded.compute, world, chunk
     ):
         by_set.add(_sets(windows, first, len(targets)), targets, losses)
         by_position.add(by_position.bins, targets, losses)
@@ -209,7 +209,7 @@ def measure(evaluation: Evaluation, world: World) -> JsonDict:
             name: figures(set_losses[name]) for name in largest_first if set_losses[name].tokens
         },
         "by_position": positions,
-        "beyond_bounds": shares_beyond_bounds(gpt, windows, evaluation.loaded.runtime),
+        "beyond_bounds": shares_beyond_bounds(gpt, windows, evaluation.loaded.compute),
         "contexts": [
             _measure_context(evaluation, gpt, context, byte_lengths, world)
             for context in evaluation.contexts
@@ -227,7 +227,7 @@ def _measure_context(
     rows = max(1, evaluation.config.micro_batch * evaluation.windows.seq_len // context)
     by_position = _PositionSums(context, byte_lengths)
     for _, targets, losses in window_losses(
-        gpt, windows, rows, evaluation.loaded.runtime, world, _CONTEXT_CHUNK
+        gpt, windows, rows, evaluation.loaded.compute, world, _CONTEXT_CHUNK
     ):
         by_position.add(by_position.bins, targets, losses)
     *losses_of_bins, loss = by_position.losses(world)

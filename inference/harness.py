@@ -69,8 +69,8 @@ def run_harness(config: HarnessConfig) -> None:
     task_folder = None if config.include_path is None else str(config.include_path)
     manager = TaskManager(include_path=task_folder)
     tasks = find_tasks(config.tasks, manager)
-    gpt = loaded.place(loaded.runtime.device, autocast=True)
-    model = HarnessModel(gpt, loaded.tokenizer, max_length, config.micro_batch, loaded.runtime)
+    gpt = loaded.place(loaded.compute.device, autocast=True)
+    model = HarnessModel(gpt, loaded.tokenizer, max_length, config.micro_batch, loaded.compute)
     try:
         results = simple_evaluate(
             model=model,

@@ -21,7 +21,7 @@ from inference.engine import Engine, stream
 from inference.generation import Generation, Request
 from inference.sampling import SamplingConfig
 from model.gpt import GPT, GPTState
-from runtime.device import Runtime
+from runtime.device import Compute
 
 # It precedes a marker in the harness's texts. Markers that a task's text spells remain text.
 _IS_MARKER = "\0"
@@ -52,7 +52,7 @@ class HarnessModel(TemplateLM):
         tokenizer: Tokenizer,
         max_length: int | None,
         micro_batch: int,
-        runtime: Runtime,
+        compute: Compute,
     ) -> None:
         """`max_length`: most tokens that the model reads; None: no limit, the state is carried."""
         super().__init__()
@@ -64,7 +64,7 @@ class HarnessModel(TemplateLM):
         }
         self.max_length = max_length or 2**62
         self.micro_batch = micro_batch
-        self.runtime = runtime
+        self.compute = compute
 
     @property
     def eot_token_id(self) -> int:
@@ -111,7 +111,7 @@ class HarnessModel(TemplateLM):
         **kwargs: Any,
     ) -> list[Score]:
         texts = [self._fitting(context, continuation) for _, context, continuation in requests]
-        return score(self.gpt, texts, self.micro_batch, self.runtime)
+        return score(self.gpt, texts, self.micro_batch, self.compute)
 
     def _fitting(self, context: list[int], continuation: list[int]) -> Text:
         """Return context and continuation. If both are too long, the context loses its start."""
@@ -142,7 +142,7 @@ class HarnessModel(TemplateLM):
                 windows.append(self._fitting(*make_disjoint_window(window)))
                 request_of.append(index)
         sums = [0.0] * len(requests)
-        scores = score(self.gpt, windows, self.micro_batch, self.runtime)
+        scores = score(self.gpt, windows, self.micro_batch, self.compute)
         for index, (log_likelihood, _) in zip(request_of, scores, strict=True):
             sums[index] += log_likelihood
         return sums
@@ -155,7 +155,7 @@ class HarnessModel(TemplateLM):
         ]
         engine = Engine(self.gpt, self._tokenizer.n_vocab, self.micro_batch)
         engine.submit(sorted(texts, key=lambda text: -len(text.request.ids)))
-        with Track("continuations", len(texts)) as track, self.runtime.autocast():
+        with Track("continuations", len(texts)) as track, self.compute.autocast():
             for text in texts:
                 for _ in stream(engine, text):
                     pass
@@ -182,14 +182,14 @@ class HarnessModel(TemplateLM):
         return Request(tuple(ids), n_new, decode(SamplingConfig, sampling), seed, stop)
 
 
-def score(gpt: GPT, texts: Sequence[Text], micro_batch: int, runtime: Runtime) -> list[Score]:
+def score(gpt: GPT, texts: Sequence[Text], micro_batch: int, compute: Compute) -> list[Score]:
     """Return the score of each text, in order.
 
     `micro_batch` texts of similar length go through the model at once.
     """
     scores: dict[int, Score] = {}
     longest_first = sorted(range(len(texts)), key=lambda i: -len(texts[i][0]))
-    with Track("scoring", len(texts)) as track, torch.inference_mode(), runtime.autocast():
+    with Track("scoring", len(texts)) as track, torch.inference_mode(), compute.autocast():
         for first in range(0, len(texts), micro_batch):
             rows = longest_first[first : first + micro_batch]
             scores |= zip(rows, _score_batch(gpt, [texts[row] for row in rows]), strict=True)

@@ -13,8 +13,8 @@ from common.settings import JsonDict, Settings, UserError
 from data.shards import Manifest, read_manifest
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
-from runtime.checkpoint import Checkpoint, load_model, open_model
-from runtime.device import DeviceConfig, ProcessesConfig, Runtime, open_runtime
+from runtime.checkpoint import MODEL_FILES, Checkpoint, load_model, open_checkpoint
+from runtime.device import Compute, DeviceConfig, ProcessesConfig, choose_compute
 from runtime.proof import prove_logits
 
 
@@ -35,21 +35,21 @@ class Loaded(NamedTuple):
     checkpoint: Checkpoint
     gpt: GPT
     tokenizer: Tokenizer
-    runtime: Runtime
+    compute: Compute
 
     def place(self, device: torch.device, *, autocast: bool) -> GPT:
         """Move the model to `device`, for evaluation.
 
         Args:
-            autocast: whether forward passes run in `runtime.autocast()`, which needs float32
+            autocast: whether forward passes run in `compute.autocast()`, which needs float32
                 weights for bfloat16 products; otherwise the weights get the runtime's dtype.
         """
         processes = int(os.environ.get("WORLD_SIZE", "1"))
-        say_once(f"running on {self.runtime.shared_by(processes)}")
-        dtype = self.runtime.param_dtype if autocast else self.runtime.dtype
+        say_once(f"running on {self.compute.shared_by(processes)}")
+        dtype = self.compute.param_dtype if autocast else self.compute.dtype
         gpt = self.gpt.to(device, dtype).eval()
-        if self.runtime.proof:
-            prove_logits(gpt, self.runtime, autocast)
+        if self.compute.proof:
+            prove_logits(gpt, self.compute, autocast)
         return gpt
 
     def about(self) -> JsonDict:
@@ -107,12 +107,12 @@ def load(config: ModelConfig) -> Loaded:
     Raises:
         UserError: there is no such checkpoint, it is damaged, or there is no such device.
     """
-    runtime = open_runtime(config.runtime)
-    checkpoint = open_model(config.checkpoint)
+    compute = choose_compute(config.runtime)
+    checkpoint = open_checkpoint(config.checkpoint, MODEL_FILES)
     gpt, tokenizer = load_model(checkpoint)
     # By size alone, so that the bits do not depend on other work on this machine.
-    is_small = runtime.device.type == "cpu" and gpt.n_params() < config.parameters_for_threads
+    is_small = compute.device.type == "cpu" and gpt.n_params() < config.parameters_for_threads
     shares = isinstance(config.runtime, ProcessesConfig)  # its work among processes instead
     if is_small and not shares and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    return Loaded(checkpoint, gpt, tokenizer, runtime)
+    return Loaded(checkpoint, gpt, tokenizer, compute)

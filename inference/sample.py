@@ -111,7 +111,7 @@ def run_sampling(config: SampleConfig) -> list[str]:
     try:
         prompts = read_prompts(config)
         loaded = load(config)
-        loaded.place(loaded.runtime.device, autocast=False)
+        loaded.place(loaded.compute.device, autocast=False)
         if config.interactive:
             return _converse(loaded, prompts[0], config)
         return _continue(loaded, prompts, config)

@@ -17,7 +17,14 @@ Recompute = Literal["none", "block", "selective"]
 
 class Linear(nn.Linear):
     """A linear layer that starts with weights from N(0, std^2) and biases of 0; std=None: with
-    torch's values."""
+    torch's values.
+
+    Its weight is one matrix, or several that a FusedLinear computes at once: `split` and `join`
+    know which.
+    """
+
+    division: tuple[tuple[int, ...], int] | None = None
+    """How rows are divided among matrices; None: there is one."""
 
     def __init__(self, n_in: int, n_out: int, bias: bool = True, std: float | None = None) -> None:
         self.std = std
@@ -33,6 +40,14 @@ class Linear(nn.Linear):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    def split(self, weights: Tensor) -> list[Tensor]:
+        """Split tensors of the weight's shape (..., rows, columns) into the matrices, by rows."""
+        return [weights]
+
+    def join(self, matrices: Sequence[Tensor]) -> Tensor:
+        """The inverse of `split`."""
+        return matrices[0]
+
 
 class FusedLinear(Linear):
     """Several matrices in one weight: queries, keys and values, or the two halves of a gated linear
@@ -46,14 +61,13 @@ class FusedLinear(Linear):
         super().__init__(n_in, n_group * sum(sizes))
         self.sizes = tuple(sizes)
         self.n_group = n_group
+        self.division = self.sizes, n_group
 
     def split(self, weights: Tensor) -> list[Tensor]:
-        """Split tensors of the weight's shape (..., rows, columns) into the matrices, by rows."""
         groups = weights.unflatten(-2, (self.n_group, -1))
         return [matrix.flatten(-3, -2) for matrix in groups.split(self.sizes, dim=-2)]
 
     def join(self, matrices: Sequence[Tensor]) -> Tensor:
-        """The inverse of `split`."""
         groups = [matrix.unflatten(-2, (self.n_group, -1)) for matrix in matrices]
         return torch.cat(groups, dim=-2).flatten(-3, -2)
 

@@ -43,14 +43,13 @@ from common.settings import Settings, UserError, decode
 from data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from model.gpt import GPT
 from runtime.distributed import World
-from runtime.metrics import MetricsLog
 from runtime.state import (
     FORMAT_VERSION,
     RANDOM,
     TrainState,
     random_state,
 )
-from runtime.tensor_file import Expected, read_tensors, save_file
+from runtime.tensor_file import Expected, load_tensors, save_file
 
 _NAME = re.compile(r"step-\d{8,18}")
 _LARGEST_STATE = 2**22  # bytes: it may name the weights of many sets
@@ -61,7 +60,7 @@ _FILES = (
     "model.safetensors",
     "optimizer.safetensors",
 )
-_MODEL_FILES = ("model.safetensors", "state.json", "tokenizer.json")
+MODEL_FILES = ("model.safetensors", "state.json", "tokenizer.json")
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
@@ -114,10 +113,10 @@ class Checkpoint:
         described = self.sums["model.safetensors"] + self.sums["state.json"]
         return hashlib.sha256(described.encode()).hexdigest()
 
-    def tensors(
+    def load_tensors(
         self, name: str, expected: Expected, rows: Mapping[str, slice] | None = None
     ) -> dict[str, Tensor]:
-        """The tensors of "model", "optimizer" or "random", on the CPU.
+        """Load the tensors of "model", "optimizer" or "random" to the CPU.
 
         Args:
             rows: what to read of some tensors; the others are read whole.
@@ -125,7 +124,7 @@ class Checkpoint:
         Raises:
             UserError: the checkpoint does not hold exactly the expected tensors.
         """
-        return read_tensors([self.path / f"{name}.safetensors"], expected, rows)
+        return load_tensors([self.path / f"{name}.safetensors"], expected, rows)
 
     def write_result(self, name: str, content: bytes | str) -> None:
         """Write a file into the run directory and print its path.
@@ -142,7 +141,7 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step-{step:08}"
 
 
-def newest(run_dir: Path) -> Path | None:
+def find_newest(run_dir: Path) -> Path | None:
     """The run's checkpoint with the highest step, whole or not, or None."""
     checkpoints = _all(run_dir)
     return checkpoints[-1] if checkpoints else None
@@ -215,11 +214,6 @@ def open_checkpoint(
         remedy = f"such as {runs[0]}" if runs else "or a step-... folder"
         raise UserError(f"{key}={path} holds no checkpoint: give a run directory, {remedy}")
     return checkpoint
-
-
-def open_model(path: str | Path, key: str = "checkpoint") -> Checkpoint:
-    """Like `open_checkpoint`, but verify only the files needed to run the model."""
-    return open_checkpoint(path, _MODEL_FILES, key)
 
 
 def open_newest(run_dir: Path, files: Collection[str] = _FILES) -> Checkpoint | None:
@@ -303,12 +297,12 @@ def load_model(path: str | Path | Checkpoint) -> tuple[GPT, Tokenizer]:
         UserError: there is no checkpoint, a file is damaged, or the tokenizer has more ids than the
             model.
     """
-    checkpoint = path if isinstance(path, Checkpoint) else open_model(path)
+    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path, MODEL_FILES)
     state = checkpoint.state
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
     with torch.device("meta"):
         gpt = GPT(state.model, state.data.reset_at(tokenizer.eot_id))
-    gpt.load_state_dict(read_weights(checkpoint, gpt), assign=True)
+    gpt.load_state_dict(load_weights(checkpoint, gpt), assign=True)
     if tokenizer.n_vocab > gpt.config.n_vocab:
         raise UserError(
             f"{checkpoint.path} has a tokenizer with {tokenizer.n_vocab} ids, but the model has "
@@ -317,7 +311,7 @@ def load_model(path: str | Path | Checkpoint) -> tuple[GPT, Tokenizer]:
     return gpt.requires_grad_(), tokenizer
 
 
-def read_weights(
+def load_weights(
     checkpoint: Checkpoint, gpt: GPT, rows: Mapping[str, slice] | None = None
 ) -> dict[str, Tensor]:
     """Read the weights of `gpt` from a checkpoint of such a model, by name.
@@ -326,7 +320,7 @@ def read_weights(
         rows: what to read of some weights; the others are read whole.
     """
     expected: Expected = {name: (value.shape, FLOATS) for name, value in gpt.state_dict().items()}
-    return checkpoint.tensors("model", expected, rows)
+    return checkpoint.load_tensors("model", expected, rows)
 
 
 # Writing
@@ -365,7 +359,7 @@ def save_checkpoint(
     return path
 
 
-def retain(
+def delete_old_checkpoints(
     run_dir: Path, state: TrainState, config: CheckpointConfig, damaged: Iterable[Path] = ()
 ) -> None:
     """Update `latest` and `best`, and delete old and `damaged` checkpoints, and leftovers.
@@ -430,20 +424,17 @@ class Saver:
         tokenizer: Tokenizer,
         config: CheckpointConfig,
         world: World,
-        log: MetricsLog | None,
         resumed: Checkpoint | None,
     ) -> None:
         """Prepare to save.
 
         Args:
-            log: the run's log; only the main process uses it.
             resumed: the checkpoint from which the run continues.
         """
         self._run_dir = run_dir
         self._tokenizer = tokenizer
         self._config = config
         self._world = world
-        self._log = log
         # Reused: copying into new memory takes 30 times as long.
         self._copies: dict[str, dict[str, Tensor]] = {}
         self._thread: threading.Thread | None = None
@@ -512,11 +503,12 @@ class Saver:
 
     def _write(self, state: TrainState) -> None:
         try:
-            if self._log is not None:
-                self._log.sync()  # the checkpoint relies on these lines
+            # The checkpoint relies on the lines that the run has written.
+            with open(self._run_dir / "metrics.jsonl", "rb") as log:
+                os.fsync(log.fileno())
             path = save_checkpoint(self._run_dir, self._copies, state, self._tokenizer)
             self._damaged.discard(path)
-            retain(self._run_dir, state, self._config, self._damaged)
+            delete_old_checkpoints(self._run_dir, state, self._config, self._damaged)
             self._damaged.clear()
             self.saved_step = state.step
         except BaseException as error:  # `check` raises it

@@ -89,8 +89,8 @@ class RuntimeConfig(ProcessesConfig, defaults="runtime/auto"):
 
 
 @dataclass(frozen=True)
-class Runtime:
-    """The chosen device and dtype."""
+class Compute:
+    """The chosen device and dtype, and other settings `runtime.` that a forward pass needs."""
 
     device: torch.device
     dtype: torch.dtype
@@ -125,7 +125,7 @@ class Runtime:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled)
 
 
-def open_runtime(config: DeviceConfig) -> Runtime:
+def choose_compute(config: DeviceConfig) -> Compute:
     """Choose device and dtype, and whether torch is deterministic.
 
     Raises:
@@ -163,7 +163,7 @@ def open_runtime(config: DeviceConfig) -> Runtime:
     sequence_chunk = config.sequence_chunk if isinstance(config, RuntimeConfig) else None
     kernels.enabled = config.kernels
     proof = config.proof and device.type == "cuda"
-    return Runtime(device, getattr(torch, name), sequence_chunk, proof)
+    return Compute(device, getattr(torch, name), sequence_chunk, proof)
 
 
 def keep_freed_memory() -> None:
@@ -207,12 +207,12 @@ def why_gpu_is_unseen(dev: Path = Path("/dev")) -> str | None:
     return "torch.cuda.is_available() is false"
 
 
-def compiles(config: RuntimeConfig, runtime: Runtime) -> bool:
+def should_compile(config: RuntimeConfig, compute: Compute) -> bool:
     """Whether blocks are compiled, if the configured form is right."""
     if config.compile == "auto":
         # On a CPU, compiling takes longer than it saves. Processes that share sequences wait for
         # each other in blocks.
-        return runtime.device.type == "cuda" and config.context_parallel == 1
+        return compute.device.type == "cuda" and config.context_parallel == 1
     return config.compile
 
 

@@ -36,7 +36,7 @@ _BYTES_OF_PARAMETER = 16
 """Weight, gradient, and two numbers of the optimizer, in float32."""
 _BYTES_OF_FEATURE = 128
 """What a layer keeps for the backward pass, for each feature of a token. Our models keep 33 to 129
-(trainer/memory.py)."""
+(tools/step_memory.py)."""
 
 S = TypeVar("S", bound=Settings)
 T = TypeVar("T")
@@ -114,7 +114,7 @@ def _words(file: Path) -> list[str]:
     return file.read_text().split() if file.is_file() else []
 
 
-def launch(n: int, run: Callable[[S], T], settings: S) -> T:
+def launch_processes(n: int, run: Callable[[S], T], settings: S) -> T:
     """Call run(settings) in n processes, and return the result of the first; n=1: in this one.
 
     Where processes cannot meet, one line says so, and this process does the work alone.

@@ -12,7 +12,7 @@ from common.numbers import ceil_div
 from data.chat import IGNORED
 from data.loader import EvalBatches
 from model.gpt import GPT, GPTState
-from runtime.device import Runtime
+from runtime.device import Compute
 from runtime.distributed import World
 
 _N_GROUPS = 16
@@ -102,12 +102,12 @@ def _ratio_stderr(products: Tensor, column: int) -> float:
     return math.sqrt(max(variance, 0.0)) / amount
 
 
-def evaluate(
+def evaluate_windows(
     gpt: GPT,
     windows: EvalBatches,
     byte_lengths: Tensor,
     micro_batch: int,
-    runtime: Runtime,
+    compute: Compute,
     world: World,
     chunk: int | None = None,
 ) -> list[Loss]:
@@ -122,7 +122,7 @@ def evaluate(
         chunk: tokens of a window per forward pass, with the state carried along; None: all.
     """
     sums = LossSums(_N_GROUPS, byte_lengths)
-    for first, targets, losses in window_losses(gpt, windows, micro_batch, runtime, world, chunk):
+    for first, targets, losses in window_losses(gpt, windows, micro_batch, compute, world, chunk):
         numbers = torch.arange(first, first + len(targets))
         sums.add((numbers % _N_GROUPS).unsqueeze(1), targets, losses)
     return sums.losses(world)
@@ -132,7 +132,7 @@ def window_losses(
     gpt: GPT,
     windows: EvalBatches,
     micro_batch: int,
-    runtime: Runtime,
+    compute: Compute,
     world: World,
     chunk: int | None = None,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -163,7 +163,7 @@ def window_losses(
             token_ids = token_ids.to(world.device)
             targets = targets.to(world.device)
             losses_of_chunks = []
-            with torch.no_grad(), runtime.autocast():
+            with torch.no_grad(), compute.autocast():
                 for losses in _losses_in_chunks(gpt, token_ids, targets, chunk_here):
                     losses_of_chunks.append(losses)
                     track.advance(losses.shape[1] * n_rows)

@@ -30,7 +30,7 @@ from common.settings import JsonDict, UserError
 from model.gpt import GPT
 from model.layers import FusedLinear
 from model.ops import kernels
-from runtime.device import Runtime, compile_blocks, device_name, not_compiled, triton_version
+from runtime.device import Compute, compile_blocks, device_name, not_compiled, triton_version
 from runtime.distributed import World
 
 LOSS = "the loss"
@@ -94,16 +94,18 @@ def prove_gradients(
             of_tokens = plain + torch.cat(of_chunks[::-1], dim=1)  # the last chunk came first
             off.append(_norms(gpt, loss, of_tokens))
             gpt.zero_grad()
-        return compare(off, expected, dtype)
+        return compare_norms(off, expected, dtype)
 
     with _without_zeros(gpt):
-        is_right, largest = choose(gpt, difference, world)
+        is_right, largest = choose_form(gpt, difference, world)
     sequences = count(len(token_ids), "sequence")
     say(f"gradients of the first {sequences} agree with plain torch: {largest.text}")
     return is_right
 
 
-def choose(gpt: GPT, difference: Callable[[], Difference], world: World) -> tuple[bool, Difference]:
+def choose_form(
+    gpt: GPT, difference: Callable[[], Difference], world: World
+) -> tuple[bool, Difference]:
     """Return whether the configured form of a model is right in all processes, and the difference
     of the form that is used from now on: that, or plain torch.
 
@@ -206,7 +208,7 @@ def _token_gradients(gpt: GPT) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-def compare(off: list[Norms], expected: list[Norms], dtype: torch.dtype) -> Difference:
+def compare_norms(off: list[Norms], expected: list[Norms], dtype: torch.dtype) -> Difference:
     """Return the largest difference, of a group of targets or of all.
 
     A group's is relative to its norm, or to the root mean square of all groups' norms if larger.
@@ -236,13 +238,13 @@ def compare(off: list[Norms], expected: list[Norms], dtype: torch.dtype) -> Diff
     return largest
 
 
-def prove_logits(gpt: GPT, runtime: Runtime, autocast: bool) -> None:
+def prove_logits(gpt: GPT, compute: Compute, autocast: bool) -> None:
     """Use plain torch if a model's logits are wrong on this GPU: of random tokens, in two chunks.
 
     Args:
-        autocast: whether the model runs in `runtime.autocast()`.
+        autocast: whether the model runs in `compute.autocast()`.
     """
-    stored = StoredProof(gpt, runtime.dtype, {"autocast": autocast, "kernels": kernels.enabled})
+    stored = StoredProof(gpt, compute.dtype, {"autocast": autocast, "kernels": kernels.enabled})
     is_right = stored.read()
     if is_right is not None:
         kernels.enabled &= is_right
@@ -259,7 +261,7 @@ def prove_logits(gpt: GPT, runtime: Runtime, autocast: bool) -> None:
         return {LOGITS: torch.stack([x.norm() for x in logits.split(_BLOCK, dim=1)])[:, None]}
 
     def difference() -> Difference:
-        context = runtime.autocast() if autocast else nullcontext()
+        context = compute.autocast() if autocast else nullcontext()
         state = None
         logits = []
         with torch.inference_mode(), context:
@@ -267,9 +269,9 @@ def prove_logits(gpt: GPT, runtime: Runtime, autocast: bool) -> None:
                 of_chunk, state = gpt(chunk, state, return_state=True)
                 logits.append(of_chunk)
             off = torch.cat(logits, dim=1) - expected
-        return compare([norms(off)], [norms(expected)], runtime.dtype)
+        return compare_norms([norms(off)], [norms(expected)], compute.dtype)
 
-    is_right, _ = choose(gpt, difference, World(gpt.device))
+    is_right, _ = choose_form(gpt, difference, World(gpt.device))
     stored.write(is_right)
 
 

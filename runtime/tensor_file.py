@@ -46,7 +46,7 @@ def save_file(
         os.fsync(file.fileno())
 
 
-def read_tensors(
+def load_tensors(
     paths: Sequence[Path], expected: Expected, rows: Mapping[str, slice] | None = None
 ) -> dict[str, Tensor]:
     """The tensors of safetensors files, each of which has some of them, on the CPU.

@@ -1,11 +1,11 @@
 """A run whose steps a test takes itself."""
 
-from runtime.device import open_runtime
+from runtime.device import choose_compute
 from runtime.distributed import World
 from trainer import loop, start
 
 
-class Run(start.Run):
+class Run(start.TrainingRun):
     """A run with its steps as methods."""
 
     def share(self, step):
@@ -19,5 +19,5 @@ class Run(start.Run):
 
 def open_run(config, size=1):
     """The run in a world of so many processes, of which only this one is there."""
-    runtime = open_runtime(config.runtime)
-    return Run(**vars(start.open_run(config, runtime, World(runtime.device, size=size))))
+    compute = choose_compute(config.runtime)
+    return Run(**vars(start.open_run(config, compute, World(compute.device, size=size))))

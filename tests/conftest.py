@@ -250,13 +250,16 @@ def pictures():
 def no_pictures(request, monkeypatch):
     """In other tests these are files that say so: drawing takes longer than a tiny run."""
     if "pictures" not in request.fixturenames:
-        monkeypatch.setattr("trainer.records.draw_losses", lambda _, path, *titles: write_atomic(path, b"a picture"))
+        monkeypatch.setattr(
+            "trainer.records.run_records.draw_losses",
+            lambda _, path, *titles: write_atomic(path, b"a picture"),
+        )
         monkeypatch.setattr("inference.evaluate.draw_evaluation", lambda *_: b"a picture")
 
 
 @pytest.fixture
 def restored_torch():
-    """Restores the process-wide settings that open_runtime changes."""
+    """Restores the process-wide settings that choose_compute changes."""
     before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
     n_threads = torch.get_num_threads()
     yield

@@ -16,7 +16,7 @@ from common.settings import UserError
 from data.documents import documents_in
 from data.shards import TokenStream, read_manifest
 from data.tokenizer import load_tokenizer
-from runtime.checkpoint import load_model, newest, open_checkpoint
+from runtime.checkpoint import find_newest, load_model, open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -162,7 +162,7 @@ def test_any_change_of_a_dataset_is_harmless_or_a_user_error(dataset, data, name
 @pytest.fixture
 def checkpoint(run_of):
     """The only one of a run, after 2 of 4 steps, whose files each example spoils and puts back."""
-    return newest(run_of({"max_steps": 4, "schedule.warmup_steps": 1, "stop_at": 2}))
+    return find_newest(run_of({"max_steps": 4, "schedule.warmup_steps": 1, "stop_at": 2}))
 
 
 def use_checkpoint(path):

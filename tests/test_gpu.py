@@ -11,7 +11,7 @@ from made_on import suspended
 from safetensors.torch import load_file
 
 from model.gpt import GPT, GPTConfig
-from runtime.checkpoint import load_model, newest
+from runtime.checkpoint import find_newest, load_model
 from tools import doctor
 from trainer.loop import fit
 
@@ -49,7 +49,7 @@ def test_a_run_goes_on_with_the_same_bits(tiny, tmp_path, device):
             fit(tiny(settings | {"run_dir": tmp_path / run, "stop_at": stop_at}))
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     for name in ("model", "optimizer", "random"):
-        parts, whole = (load_file(newest(tmp_path / run) / f"{name}.safetensors") for run in ("parts", "whole"))
+        parts, whole = (load_file(find_newest(tmp_path / run) / f"{name}.safetensors") for run in ("parts", "whole"))
         assert all(torch.equal(parts[key], value) for key, value in whole.items())
     gpt, _ = load_model(tmp_path / "parts")
     assert gpt.to(device)(torch.zeros(1, 3, dtype=torch.int64)).isfinite().all()

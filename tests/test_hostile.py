@@ -21,8 +21,8 @@ from data.tokenizer import read_rank_file
 from inference.evaluate import EvaluateConfig, run_evaluation
 from inference.sample import SampleConfig, run_sampling
 from model.gpt import GPT, GPTConfig
-from runtime.checkpoint import newest, open_checkpoint
-from runtime.tensor_file import read_tensors
+from runtime.checkpoint import find_newest, open_checkpoint
+from runtime.tensor_file import load_tensors
 from trainer.config import TrainConfig
 from trainer.loop import fit
 
@@ -115,7 +115,7 @@ NO_FILES = [link, pipe, folder, endless]
 
 
 def tensors_in(path):
-    return read_tensors([path], EXPECTED)
+    return load_tensors([path], EXPECTED)
 
 
 @pytest.mark.parametrize("replace", NO_FILES)
@@ -164,10 +164,10 @@ def changed(name, **changes):
 def test_the_tensors_that_are_expected_are_read(tmp_path):
     tensors = {"a": torch.randn(2, 3), "b": torch.tensor(7)}
     save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
-    read = read_tensors([tmp_path / "x.safetensors"], EXPECTED)
+    read = load_tensors([tmp_path / "x.safetensors"], EXPECTED)
     assert list(read) == ["a", "b"]
     assert all(torch.equal(read[name], tensors[name]) for name in tensors)
-    assert torch.equal(read_tensors([tensor_file(tmp_path / "y.safetensors", GOOD)], EXPECTED)["a"], torch.zeros(2, 3))
+    assert torch.equal(load_tensors([tensor_file(tmp_path / "y.safetensors", GOOD)], EXPECTED)["a"], torch.zeros(2, 3))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_the_tensors_that_are_expected_are_read(tmp_path):
 )
 def test_tensors_that_are_not_those_expected_are_refused(tmp_path, header, message):
     with refused(rf"x\.safetensors .*{message}"):
-        read_tensors([tensor_file(tmp_path / "x.safetensors", header)], EXPECTED)
+        load_tensors([tensor_file(tmp_path / "x.safetensors", header)], EXPECTED)
 
 
 # ----- the architecture
@@ -271,7 +271,7 @@ def config(tiny):
 @pytest.fixture
 def checkpoint(run_of):
     """The folder of the only checkpoint of a run that was stopped after 2 of its 4 steps."""
-    return newest(run_of(FOUR_STEPS | {"stop_at": 2}))
+    return find_newest(run_of(FOUR_STEPS | {"stop_at": 2}))
 
 
 @pytest.fixture

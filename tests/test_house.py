@@ -122,8 +122,8 @@ def test_what_reads_data_does_not_prepare_it():
     [
         (["hydra", "omegaconf"], [f"cli/{name}.py" for name in ("command", "compose", "options", "sweep")]),
         (["torch.distributed", "torch.nn.parallel"], ["runtime/distributed.py", "runtime/launch.py"]),
-        (["wandb"], ["trainer/trackers.py"]),
-        (["tensorboard", "torch.utils.tensorboard"], ["trainer/trackers.py"]),
+        (["wandb"], ["trainer/records/trackers.py"]),
+        (["tensorboard", "torch.utils.tensorboard"], ["trainer/records/trackers.py"]),
         (["pickle", "_pickle", "pickletools", "marshal", "shelve", "dill", "joblib", "cloudpickle", "dbm"], []),
         (["torch.package", "torch.hub", "torch.jit", "torch.distributed.checkpoint", "torch.serialization"], []),
     ],

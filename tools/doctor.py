@@ -16,10 +16,10 @@ from common.numbers import ceil_div
 from common.settings import JsonDict, UserError, decode
 from model.gpt import GPT
 from runtime.device import (
-    Runtime,
+    Compute,
+    choose_compute,
     compile_blocks,
-    compiles,
-    open_runtime,
+    should_compile,
     triton_version,
     why_gpu_is_unseen,
 )
@@ -27,9 +27,9 @@ from runtime.distributed import World
 from tools.bench.harness import composed, in_own_process, machine, print_table
 from tools.bench.train import measure_rate
 from tools.plan import duration, gigabytes
+from tools.step_memory import memory_of
 from trainer.config import TrainConfig
-from trainer.memory import memory_of
-from trainer.micro_batch import SPARE, largest
+from trainer.micro_batch import SPARE, find_largest_fit
 from trainer.start import prove_micro_batch
 
 FLAGSHIP = ["experiment=pile_125m", "model=flagship_125m"]
@@ -52,7 +52,7 @@ def examine(training: bool) -> None:
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = decode(TrainConfig, composed([*FLAGSHIP, f"runtime.device={device}"]))
-    runtime = open_runtime(config.runtime)
+    compute = choose_compute(config.runtime)
     problems: list[str] = []
 
     def attempt(name: str, work: Callable[[], Any]) -> Any:
@@ -73,7 +73,7 @@ def examine(training: bool) -> None:
         proofs = attempt("gradients", prove_models) or {}
     trained = None
     if training:
-        trained = attempt("a training step", lambda: training_step(config, runtime))
+        trained = attempt("a training step", lambda: training_step(config, compute))
     problems += [f"{name}: {outcome}" for name, outcome in proofs.items() if outcome != AGREES]
     lines = [*findings(), *problems]
     rows = about | {f"gradients of {name}": outcome for name, outcome in proofs.items()}
@@ -109,33 +109,33 @@ def prove_models() -> dict[str, str]:
 def prove_model(words: list[str]) -> str:
     """Prove the gradient of a model of two blocks on random tokens, and return the outcome."""
     config = decode(TrainConfig, composed([*FLAGSHIP, *words]))
-    runtime = open_runtime(config.runtime)
+    compute = choose_compute(config.runtime)
     n_vocab = config.model.n_vocab
     model = config.model.model_copy(update={"n_layer": 2})
-    gpt = GPT(model, config.data.reset_at(n_vocab - 1)).to(runtime.device, runtime.param_dtype)
+    gpt = GPT(model, config.data.reset_at(n_vocab - 1)).to(compute.device, compute.param_dtype)
     ids = torch.randint(min(n_vocab, 500), (8, config.seq_len + 1))  # strings occur again
-    world = World(runtime.device)
-    compile_blocks(gpt, compiles(config.runtime, runtime))
-    is_right = prove_micro_batch(gpt, ids[:, :-1], ids[:, 1:], runtime, world)
+    world = World(compute.device)
+    compile_blocks(gpt, should_compile(config.runtime, compute))
+    is_right = prove_micro_batch(gpt, ids[:, :-1], ids[:, 1:], compute, world)
     return AGREES if is_right else "are right only without kernels and torch.compile"
 
 
-def training_step(config: TrainConfig, runtime: Runtime) -> JsonDict:
+def training_step(config: TrainConfig, compute: Compute) -> JsonDict:
     """Return tokens per second of one device in a run of the flagship, and the run's time."""
     n_device = max(1, torch.cuda.device_count())
     size = 1  # on a CPU, one sequence takes seconds
-    if runtime.device.type == "cuda":
+    if compute.device.type == "cuda":
         with torch.device("meta"):
             gpt = GPT(config.model)
         room = torch.cuda.mem_get_info()[1] * (1 - SPARE)
-        most = largest(
-            lambda size: memory_of(gpt, config, runtime, n_device, size).peak <= room,
+        most = find_largest_fit(
+            lambda size: memory_of(gpt, config, compute, n_device, size).peak <= room,
             config.share_of(n_device),
         )
         size = max(1, ceil_div(most, 2))  # half of what should fit
     rate = measure_rate(config, size)
     tokens = config.tokens(config.last_step)
-    dtype = str(runtime.dtype).removeprefix("torch.")
+    dtype = str(compute.dtype).removeprefix("torch.")
     return {
         "training": f"flagship_125m in {dtype}, {config.seq_len:,} tokens in a sequence",
         "tokens per second": rate,

@@ -13,11 +13,11 @@ from common.settings import JsonDict, UserError, nearest
 from data.mixture import warn_of_epochs
 from data.shards import read_manifest, token_dtype
 from model.gpt import GPT
-from runtime.device import Runtime, is_bfloat16_fast
+from runtime.device import Compute, is_bfloat16_fast
 from runtime.gpus import DEVICES, device_by_name, device_of_gpu
+from tools.step_memory import Memory, memory_of
 from trainer.config import TrainConfig
-from trainer.memory import Memory, memory_of
-from trainer.micro_batch import SPARE, largest
+from trainer.micro_batch import SPARE, find_largest_fit
 
 
 class PlanConfig(TrainConfig, defaults="plan"):
@@ -64,7 +64,7 @@ class Target(NamedTuple):
     """The device that a run is planned for."""
 
     name: str
-    runtime: Runtime
+    compute: Compute
     """Kind of device, and dtype."""
     memory: float | None
     """Bytes of one device; None: unknown, or a CPU's."""
@@ -84,13 +84,13 @@ def plan(config: PlanConfig) -> JsonDict:
         gpt = GPT(config.model)
 
     def memory_with(micro_batch: int) -> Memory:
-        return memory_of(gpt, config, target.runtime, config.n_device, micro_batch)
+        return memory_of(gpt, config, target.compute, config.n_device, micro_batch)
 
     most = None  # unknown; 0: not even one sequence fits
     if target.memory is not None:
         room = target.memory * (1 - SPARE)
-        most = largest(lambda size: memory_with(size).peak <= room, share)
-    size = config.runtime.micro_batch_on(target.runtime.device) or most or 1
+        most = find_largest_fit(lambda size: memory_with(size).peak <= room, share)
+    size = config.runtime.micro_batch_on(target.compute.device) or most or 1
     micro_batch = min(size, share)
     memory = memory_with(micro_batch)
     flops_per_token = gpt.flops_per_token(config.seq_len)
@@ -112,7 +112,7 @@ def plan(config: PlanConfig) -> JsonDict:
         },
         "memory": memory._asdict() | {"peak": memory.peak, "largest_micro_batch": most},
         "time": time_of(config, target, flops_per_token),
-        "disk": disk_of(config, round(n_stored * target.runtime.param_dtype.itemsize)),
+        "disk": disk_of(config, round(n_stored * target.compute.param_dtype.itemsize)),
     }
 
 
@@ -138,12 +138,12 @@ def find_target(config: PlanConfig) -> Target:
     if dtype == "auto":
         is_fast = known.bfloat16 is not None if known else is_bfloat16_fast(kind)
         dtype = "bfloat16" if is_fast else "float32"
-    runtime = Runtime(kind, getattr(torch, dtype), config.runtime.sequence_chunk)
+    compute = Compute(kind, getattr(torch, dtype), config.runtime.sequence_chunk)
     if known is not None:
-        return Target(known.name, runtime, known.memory * 1e9, known.peak(runtime.dtype))
+        return Target(known.name, compute, known.memory * 1e9, known.peak(compute.dtype))
     if device == "auto":
-        return Target(gpu or "", runtime, float(torch.cuda.mem_get_info()[1]), None)
-    return Target(device, runtime, None, None)
+        return Target(gpu or "", compute, float(torch.cuda.mem_get_info()[1]), None)
+    return Target(device, compute, None, None)
 
 
 def time_of(config: PlanConfig, target: Target, flops: int) -> JsonDict:
@@ -213,7 +213,7 @@ def run_plan(config: PlanConfig) -> None:
     """Print the plan as a table, and what to change."""
     figures = plan(config)
     target = find_target(config)
-    dtype = str(target.runtime.dtype).removeprefix("torch.")
+    dtype = str(target.compute.dtype).removeprefix("torch.")
     title = f"{config.n_device} x {target.name} in {dtype}"
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column()

@@ -33,8 +33,8 @@ from common.files import (
 )
 from common.numbers import plus_minus
 from common.settings import JsonDict, UserError, flat, printable, section
-from runtime.metrics import read_metrics
-from trainer.curves import RunCurves, set_limits, smoothed
+from trainer.records.curves import RunCurves, set_limits, smoothed
+from trainer.records.metrics import read_metrics
 
 _LEFT_OUT = ("step", "of steps", "tokens", "parameters")
 """Columns that the table on a terminal has no room for."""

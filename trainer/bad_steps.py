@@ -7,7 +7,7 @@ from torch import Tensor
 from common.console import warn
 from common.settings import JsonDict, UserError
 from runtime.distributed import World
-from trainer.start import Run
+from trainer.start import TrainingRun
 
 
 def _first_not_finite(named: Iterable[tuple[str, Tensor]], world: World) -> list[str]:
@@ -19,7 +19,7 @@ def _first_not_finite(named: Iterable[tuple[str, Tensor]], world: World) -> list
     return names[:3]
 
 
-def skip(run: Run, reason: str) -> JsonDict:
+def skip_step(run: TrainingRun, reason: str) -> JsonDict:
     """Skip a bad step, and return its line; UserError: the run must halt (runtime.on_nonfinite)."""
     config = run.config
     step = run.state.step + 1

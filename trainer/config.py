@@ -12,8 +12,8 @@ from runtime.checkpoint import CheckpointConfig
 from runtime.device import RuntimeConfig
 from runtime.state import FixedSettings
 from trainer.optim import OptimConfig
+from trainer.records.trackers import TrackerConfig
 from trainer.schedule import ScheduleConfig
-from trainer.trackers import TrackerConfig
 
 _STEPS_OF_EPOCH = 30  # at least, where the dataset allows: with fewer, a small model learns little
 

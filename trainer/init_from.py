@@ -10,14 +10,14 @@ from common.console import say
 from common.settings import UserError, differences
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPT, GPTConfig
-from runtime.checkpoint import Checkpoint, open_model, read_weights
+from runtime.checkpoint import MODEL_FILES, Checkpoint, load_weights, open_checkpoint
 from runtime.distributed import World
 
 _BY_ID = ("embed.weight", "output.weight")
 """Parameters with a row for each id."""
 
 
-def open_source(
+def open_init_from(
     path: Path, config: GPTConfig, tokenizer: Tokenizer
 ) -> tuple[Checkpoint, Tokenizer]:
     """Open the checkpoint init_from=path, for a run with this model and tokenizer.
@@ -31,7 +31,7 @@ def open_source(
     Raises:
         UserError: there is no whole checkpoint, or it has another model or tokenizer.
     """
-    source = open_model(path, key="init_from")
+    source = open_checkpoint(path, MODEL_FILES, key="init_from")
     trained = load_tokenizer(source.path / "tokenizer.json")
     if not tokenizer.extends(trained.sha256):
         mismatch = f"init_from={path} was trained with the tokenizer {_described(trained)}"
@@ -65,20 +65,20 @@ def _described(tokenizer: Tokenizer) -> str:
     return f"{tokenizer.name} (n_vocab {tokenizer.n_vocab})"
 
 
-def load_weights(gpt: GPT, path: Path, tokenizer: Tokenizer, world: World) -> None:
+def load_init_from(gpt: GPT, path: Path, tokenizer: Tokenizer, world: World) -> None:
     """Load the weights of the checkpoint init_from=path into a model.
 
     Raises:
-        UserError: as `open_source`; or the processes do not all find the same checkpoint.
+        UserError: as `open_init_from`; or the processes do not all find the same checkpoint.
     """
-    source, trained = open_source(path, gpt.config, tokenizer)
+    source, trained = open_init_from(path, gpt.config, tokenizer)
     with torch.device("meta"):
         source_gpt = GPT(source.state.model)
     weights = gpt.state_dict()
     rows = world.rows(weights)
     world.check_equal({"the weights of init_from": source.identity})
     rows_to_read = {name: shard for name, shard in rows.items() if name not in _BY_ID}
-    stored = read_weights(source, source_gpt, rows=rows_to_read)
+    stored = load_weights(source, source_gpt, rows=rows_to_read)
     with torch.no_grad():
         for name, value in weights.items():
             loaded = stored[name]

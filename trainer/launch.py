@@ -11,11 +11,11 @@ from common.settings import JsonDict, UserError, line_for
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
 from runtime.checkpoint import load_model
-from runtime.launch import choose_processes, given_processes, launch, usable_cores
-from runtime.metrics import read_metrics
+from runtime.launch import choose_processes, given_processes, launch_processes, usable_cores
 from trainer.config import TrainConfig
 from trainer.loop import fit
-from trainer.run_dir import LOG
+from trainer.records.metrics import read_metrics
+from trainer.records.run_dir import LOG
 from trainer.signals import StopSignals
 from trainer.start import open_data
 
@@ -36,7 +36,7 @@ def _launch(config: TrainConfig) -> float | None:
         return fit(config)
     config.tracker.import_packages()
     with StopSignals(leads=True):
-        return launch(n, fit, config)
+        return launch_processes(n, fit, config)
 
 
 class Trained(NamedTuple):

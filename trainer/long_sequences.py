@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from model.gpt import GPTState
 from model.state import restored, tensors_of
-from runtime.device import Runtime
+from runtime.device import Compute
 from runtime.distributed import SequenceGroup, World
 
 
@@ -32,7 +32,7 @@ def backward_in_chunks(
     summed_loss: nn.Module,
     token_ids: Tensor,
     targets: Tensor,
-    runtime: Runtime,
+    compute: Compute,
     world: World,
     scale: float | Tensor,
     sync: bool,
@@ -44,16 +44,16 @@ def backward_in_chunks(
         token_ids, targets: (B, T); T may be longer than runtime.sequence_chunk.
         sync: average the gradients over the processes in the last backward pass.
     """
-    assert runtime.sequence_chunk is not None
-    ids_of_chunks = token_ids.split(runtime.sequence_chunk, dim=1)
-    targets_of_chunks = targets.split(runtime.sequence_chunk, dim=1)
-    states = states_before(summed_loss, ids_of_chunks, runtime)
+    assert compute.sequence_chunk is not None
+    ids_of_chunks = token_ids.split(compute.sequence_chunk, dim=1)
+    targets_of_chunks = targets.split(compute.sequence_chunk, dim=1)
+    states = states_before(summed_loss, ids_of_chunks, compute)
     total = torch.zeros((), dtype=torch.float64, device=token_ids.device)
     gradients: list[Tensor | None] | None = None  # of the state after the chunk; last chunk: None
     for number in reversed(range(len(ids_of_chunks))):
         state = tree_map_only(Tensor, _leaf, states.pop())
         with world.sync_gradients(summed_loss, now=sync and number == 0):
-            with runtime.autocast():
+            with compute.autocast():
                 loss, state_after = summed_loss(
                     ids_of_chunks[number], targets_of_chunks[number], state, True
                 )
@@ -71,12 +71,12 @@ def backward_in_chunks(
 
 
 def states_before(
-    summed_loss: nn.Module, ids_of_chunks: tuple[Tensor, ...], runtime: Runtime
+    summed_loss: nn.Module, ids_of_chunks: tuple[Tensor, ...], compute: Compute
 ) -> list[GPTState | None]:
     """The state before each chunk, (B, T) ids, without gradients; None before the first."""
     states: list[GPTState | None] = [None]
     for ids in ids_of_chunks[:-1]:
-        with torch.no_grad(), runtime.autocast():
+        with torch.no_grad(), compute.autocast():
             _, state = summed_loss(ids, None, states[-1], True)
         states.append(state)
     return states

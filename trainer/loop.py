@@ -16,28 +16,28 @@ from common.memory import out_of_memory
 from common.numbers import plus_minus
 from common.settings import JsonDict, UserError
 from data.loader import Prefetch
-from runtime.checkpoint import Saver, newest
-from runtime.device import Runtime, open_runtime, peak_flops
+from runtime.checkpoint import Saver, find_newest
+from runtime.device import Compute, choose_compute, peak_flops
 from runtime.distributed import World, join_world
-from runtime.losses import evaluate
-from trainer.announce import TrainingProgress, announce
-from trainer.bad_steps import skip
+from runtime.losses import evaluate_windows
+from trainer.bad_steps import skip_step
 from trainer.config import TrainConfig
-from trainer.init_from import open_source
-from trainer.records import Records
-from trainer.run_dir import check_folder, own_run
-from trainer.samples import sample
+from trainer.init_from import open_init_from
+from trainer.records.announce import TrainingProgress, announce_run
+from trainer.records.run_dir import check_folder, own_run
+from trainer.records.run_records import Records
+from trainer.records.samples import sample_text
 from trainer.signals import StopSignals
-from trainer.start import Run, open_data, open_run
+from trainer.start import TrainingRun, open_data, open_run
 from trainer.step import MicroBatches, local_micro_batches, train_step
 
 
-def check(config: TrainConfig) -> None:
+def check_run(config: TrainConfig) -> None:
     """Raise the errors of `fit` that need neither a device nor the model, and write nothing."""
     config.tracker.import_packages()
     _, _, tokenizer, *_ = open_data(config)
-    if config.init_from is not None and newest(config.run_dir) is None:
-        open_source(config.init_from, config.model, tokenizer)
+    if config.init_from is not None and find_newest(config.run_dir) is None:
+        open_init_from(config.init_from, config.model, tokenizer)
 
 
 def fit(config: TrainConfig) -> float | None:
@@ -54,21 +54,21 @@ def fit(config: TrainConfig) -> float | None:
     """
     config.tracker.import_packages()
     check_folder(config.run_dir)
-    runtime = open_runtime(config.runtime)
+    compute = choose_compute(config.runtime)
     with (
         StopSignals() as signals,
-        join_world(runtime.device, timedelta(minutes=config.runtime.timeout_minutes)) as world,
+        join_world(compute.device, timedelta(minutes=config.runtime.timeout_minutes)) as world,
         own_run(config.run_dir) if world.is_main else contextlib.nullcontext(),
     ):
         # No variable here may hold the run: its model must be freed before the world ends.
-        return train(config, runtime, world, signals)
+        return train(config, compute, world, signals)
 
 
 def train(
-    config: TrainConfig, runtime: Runtime, world: World, signals: StopSignals
+    config: TrainConfig, compute: Compute, world: World, signals: StopSignals
 ) -> float | None:
     """Train in a run directory that this process owns: see `fit`."""
-    run = open_run(config, runtime, world)  # as after its newest checkpoint, or new
+    run = open_run(config, compute, world)  # as after its newest checkpoint, or new
     config = run.config  # with the length of a run of epochs
     if run.state.step >= config.last_step:
         _say_nothing_to_train(run)
@@ -114,7 +114,7 @@ def train(
     return run.state.best_val_loss
 
 
-def _say_nothing_to_train(run: Run) -> None:
+def _say_nothing_to_train(run: TrainingRun) -> None:
     config = run.config
     step = run.state.step
     remedy = f"max_steps above {step}"
@@ -129,17 +129,15 @@ def _say_nothing_to_train(run: Run) -> None:
 
 
 @contextlib.contextmanager
-def _open_files(run: Run) -> Iterator[tuple[Records, Saver]]:
+def _open_files(run: TrainingRun) -> Iterator[tuple[Records, Saver]]:
     """Open what a run writes, and finish its last save in the end."""
     config = run.config
     world = run.world
     world.wait_for_all()  # until every process has read what the main process is about to change
     records = Records(run)
     if world.is_main:
-        announce(run, records.curves.rate)
-    saver = Saver(
-        config.run_dir, run.tokenizer, config.checkpoint, world, records.log, run.checkpoint
-    )
+        announce_run(run, records.curves.rate)
+    saver = Saver(config.run_dir, run.tokenizer, config.checkpoint, world, run.checkpoint)
     try:
         yield records, saver
         saver.wait()
@@ -153,7 +151,7 @@ def _open_files(run: Run) -> Iterator[tuple[Records, Saver]]:
 
 
 def take_step(
-    run: Run, micro_batches: MicroBatches, asked_to_stop: Callable[[], bool]
+    run: TrainingRun, micro_batches: MicroBatches, asked_to_stop: Callable[[], bool]
 ) -> tuple[JsonDict, bool] | None:
     """Take the run's next step, or skip it if it is bad.
 
@@ -168,13 +166,13 @@ def take_step(
     state = run.state
     step = state.step + 1
     factor = config.schedule.factor(state.step, config.max_steps)
-    config.optim.schedule(run.optimizer, factor)
+    config.optim.set_learning_rate(run.optimizer, factor)
     try:
         result = train_step(
             run.summed_loss,
             run.optimizer,
             micro_batches,
-            run.runtime,
+            run.compute,
             run.world,
             grad_clip=config.optim.grad_clip,
             asked_to_stop=asked_to_stop,
@@ -189,30 +187,30 @@ def take_step(
     if result is None:
         return None
     if result.refused is not None:
-        return skip(run, result.refused), result.stop
+        return skip_step(run, result.refused), result.stop
     run.update(step=step)
     line = run.line(loss=result.loss, lr=config.optim.max_lr * factor, grad_norm=result.grad_norm)
     return line, result.stop
 
 
-def _speed(run: Run, seconds: float) -> dict[str, float | None]:
+def _speed(run: TrainingRun, seconds: float) -> dict[str, float | None]:
     """Throughput of a step that took so many seconds."""
     rate = run.config.tokens(1) / seconds
     mfu = None
-    peak = peak_flops(run.world.device, run.runtime.dtype)
+    peak = peak_flops(run.world.device, run.compute.dtype)
     if peak is not None:
         flops = run.gpt.flops_per_token(run.config.seq_len)
         mfu = round(rate * flops / (peak * run.world.size), 4)
     return {"tokens_per_second": round(rate, 1), "mfu": mfu}
 
 
-def _is_due(run: Run, every: int | None) -> bool:
+def _is_due(run: TrainingRun, every: int | None) -> bool:
     """Whether something is due that happens every `every` steps and at the schedule's end."""
     step = run.state.step
     return step == run.config.max_steps or (every is not None and step % every == 0)
 
 
-def _evaluate(run: Run, records: Records) -> bool:
+def _evaluate(run: TrainingRun, records: Records) -> bool:
     """Measure and log the validation loss.
 
     Returns:
@@ -221,9 +219,9 @@ def _evaluate(run: Run, records: Records) -> bool:
     config = run.config
     step = run.state.step
     byte_lengths = torch.from_numpy(run.tokenizer.byte_lengths).to(run.world.device)
-    chunk = run.runtime.sequence_chunk or config.seq_len // run.group.size
-    *groups, loss = evaluate(
-        run.gpt, run.windows, byte_lengths, run.micro_batch, run.runtime, run.world, chunk
+    chunk = run.compute.sequence_chunk or config.seq_len // run.group.size
+    *groups, loss = evaluate_windows(
+        run.gpt, run.windows, byte_lengths, run.micro_batch, run.compute, run.world, chunk
     )
     if not math.isfinite(loss.nats):
         raise UserError(
@@ -231,8 +229,8 @@ def _evaluate(run: Run, records: Records) -> bool:
         )
     text = None
     if config.eval.prompt is not None:
-        text = sample(
-            run.gpt, config.eval.prompt, run.tokenizer, run.runtime, run.world, config.seed
+        text = sample_text(
+            run.gpt, config.eval.prompt, run.tokenizer, run.compute, run.world, config.seed
         )
     figures: JsonDict = {
         "val_loss_stderr": loss.stderr,
@@ -259,7 +257,7 @@ def _evaluate(run: Run, records: Records) -> bool:
     return improved
 
 
-def _save(run: Run, saver: Saver) -> None:
+def _save(run: TrainingRun, saver: Saver) -> None:
     """Write a checkpoint in the background, and delete those that need not be kept."""
     # Older skipped steps are not in a row with later ones.
     first = run.state.step - run.config.runtime.max_bad_steps
@@ -270,7 +268,7 @@ def _save(run: Run, saver: Saver) -> None:
     saver.save(run.tensors(), run.state)
 
 
-def _say_stopped(run: Run, signals: StopSignals) -> None:
+def _say_stopped(run: TrainingRun, signals: StopSignals) -> None:
     reason = "another process was asked to stop"
     if signals.received is not None:
         reason = f"stopped by {signals.received.name}"
@@ -278,7 +276,7 @@ def _say_stopped(run: Run, signals: StopSignals) -> None:
     say(f"{reason}: {progress} is saved, and the same command resumes from it")
 
 
-def _say_done(run: Run) -> None:
+def _say_done(run: TrainingRun) -> None:
     config = run.config
     lowest = ""
     if run.state.best_val_loss is not None:

@@ -9,17 +9,17 @@ from common.console import say
 from common.memory import out_of_memory
 from common.numbers import ceil_div
 from common.settings import UserError
-from runtime.device import Runtime, device_name, not_compiled
+from runtime.device import Compute, device_name, not_compiled
 from runtime.distributed import World
 from trainer.step import accumulate_gradients
 
 SPARE = 0.12
 """Share of a GPU left free: for libraries, for fragmentation in a long run, and for compiled code,
-which may keep 8 % more (memory.py)."""
+which may keep 8 % more (tools/step_memory.py)."""
 
 
 def choose_micro_batch(
-    summed_loss: nn.Module, share: int, seq_len: int, runtime: Runtime, world: World
+    summed_loss: nn.Module, share: int, seq_len: int, compute: Compute, world: World
 ) -> int:
     """The largest of equal micro-batches that fits in every process. Prints its choice.
 
@@ -48,7 +48,7 @@ def choose_micro_batch(
             for p in params:
                 p.grad = torch.zeros_like(p)
             ids = torch.zeros(size, seq_len, dtype=torch.int64, device=world.device)
-            accumulate_gradients(summed_loss, [(ids, ids)], runtime, world, sync=False)
+            accumulate_gradients(summed_loss, [(ids, ids)], compute, world, sync=False)
             del reserve
             return True
         except (RuntimeError, MemoryError) as error:
@@ -62,7 +62,7 @@ def choose_micro_batch(
             torch.cuda.empty_cache()
 
     with not_compiled(summed_loss):
-        chosen = largest(lambda size: all(world.exchange(fits(size))), share)
+        chosen = find_largest_fit(lambda size: all(world.exchange(fits(size))), share)
     where = f"the {memory / 1e9:.1f} GB of {device_name(world.device)}"
     if chosen == 0:
         raise UserError(
@@ -73,7 +73,7 @@ def choose_micro_batch(
     return chosen
 
 
-def largest(fits: Callable[[int], bool], share: int) -> int:
+def find_largest_fit(fits: Callable[[int], bool], share: int) -> int:
     """The size of the fewest equal micro-batches of a share that fit; 0: not even one sequence
     does.
 

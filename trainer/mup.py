@@ -62,7 +62,7 @@ def ratios(gpt: GPT, tuned: TransferConfig | None) -> tuple[float, float]:
     return base.n_embd / gpt.config.n_embd, base.n_layer / gpt.config.n_layer
 
 
-def scales(gpt: GPT, tuned: TransferConfig | None) -> dict[Tensor, Scale]:
+def scale_factors(gpt: GPT, tuned: TransferConfig | None) -> dict[Tensor, Scale]:
     """The factors for each parameter."""
     width, depth = ratios(gpt, tuned)
     # These are drawn in proportion to n_embd^-0.5, and should not depend on n_embd.
@@ -96,5 +96,5 @@ def scales(gpt: GPT, tuned: TransferConfig | None) -> dict[Tensor, Scale]:
 @torch.no_grad()
 def scale_weights(gpt: GPT, tuned: TransferConfig | None) -> None:
     """Multiply the weights of a new model by their factors."""
-    for p, scale in scales(gpt, tuned).items():
+    for p, scale in scale_factors(gpt, tuned).items():
         p.mul_(scale.init)

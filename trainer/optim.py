@@ -12,9 +12,9 @@ from common.numbers import ceil_div
 from common.settings import Settings
 from model.attention.base import Decay
 from model.gpt import GPT
-from model.layers import FusedLinear
+from model.layers import Linear
 from runtime.distributed import World
-from trainer.mup import TransferConfig, ratios, scales
+from trainer.mup import TransferConfig, ratios, scale_factors
 
 _AT_ONCE = 2**27
 """Numbers in updates that exist, and are sent, at once: with temporary ones about 3 GiB."""
@@ -54,13 +54,13 @@ class AdamWConfig(Settings, defaults="optim/adamw"):
         """Numbers of the optimizer's state for each parameter."""
         return 2.0
 
-    def schedule(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
-        """Set the learning rate."""
+    def set_learning_rate(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+        """Set the learning rate to `factor` of the highest one."""
         for group in optimizer.param_groups:
             group["lr"] = self.max_lr * factor * group.get("scale", 1.0)
 
     def _adamw(self, gpt: GPT, params: list[nn.Parameter]) -> torch.optim.AdamW:
-        factors = scales(gpt, self.transfer)
+        factors = scale_factors(gpt, self.transfer)
         members: dict[tuple[bool, float], list[nn.Parameter]] = {}
         for p in params:
             is_vector = p.dim() < 2
@@ -109,13 +109,13 @@ class MuonConfig(AdamWConfig, defaults="optim/muon"):
 OptimConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="name")]
 
 
-def block_matrices(gpt: GPT) -> Iterator[nn.Linear]:
+def block_matrices(gpt: GPT) -> Iterator[Linear]:
     """Yield the linear layers of blocks, except those of forget gates."""
     gate_modules: set[nn.Module] = set()
     for module in gpt.blocks.modules():
         if isinstance(module, Decay):
             gate_modules.update(module.modules())
-        if isinstance(module, nn.Linear) and module not in gate_modules:
+        if isinstance(module, Linear) and module not in gate_modules:
             yield module
 
 
@@ -138,7 +138,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         """`adamw` updates the other parameters."""
         self._layers = {layer.weight: layer for layer in block_matrices(gpt)}
-        factors = scales(gpt, config.transfer)
+        factors = scale_factors(gpt, config.transfer)
         self._factors = {p: factors[p].muon for p in self._layers}
         self._adamw = adamw
         self._world = world
@@ -193,26 +193,23 @@ class Muon(torch.optim.Optimizer):
 
         def update_of(matrix: Tensor) -> Tensor:
             factor = 0.2 * max(matrix.shape[1:]) ** 0.5 * self._factors[p]
-            return factor * orthogonal(matrix, self._dtype)
+            return factor * orthogonalize(matrix, self._dtype)
 
         layer = self._layers[p]
-        if isinstance(layer, FusedLinear):
-            return layer.join([update_of(matrix) for matrix in layer.split(x)])
-        return update_of(x)
+        return layer.join([update_of(matrix) for matrix in layer.split(x)])
 
     def _alike(self) -> Iterator[list[Tensor]]:
         """Yield weights of one shape and learning rate whose rows are divided in the same way."""
         kinds: dict[Any, list[Tensor]] = {}
         for p, layer in self._layers.items():
-            division = (layer.sizes, layer.n_group) if isinstance(layer, FusedLinear) else None
-            kinds.setdefault((p.shape, division, self._factors[p]), []).append(p)
+            kinds.setdefault((p.shape, layer.division, self._factors[p]), []).append(p)
         for weights in kinds.values():
             n = max(1, _AT_ONCE // weights[0].numel())
             for first in range(0, len(weights), n):
                 yield weights[first : first + n]
 
 
-def orthogonal(x: Tensor, dtype: torch.dtype) -> Tensor:
+def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Bring all singular values of matrices (n, rows, columns) near 1, to about 0.7 to 1.2.
 
     By five steps of Newton-Schulz iteration with the polynomial of Jordan et al. 2024, in `dtype`:

@@ -18,7 +18,7 @@ from runtime.state import (
 )
 
 
-def find_checkpoint(run_dir: Path, world: World) -> Checkpoint | None:
+def open_newest_for_all(run_dir: Path, world: World) -> Checkpoint | None:
     """The newest whole checkpoint of a run, the same in all processes; None: it has none.
 
     Raises:
@@ -44,7 +44,7 @@ def find_checkpoint(run_dir: Path, world: World) -> Checkpoint | None:
     return checkpoint
 
 
-def restore(
+def load_run(
     checkpoint: Checkpoint, fresh: TrainState, tensors: Tensors, world: World
 ) -> TrainState:
     """Load a checkpoint into a run's tensors and random generators, and return its state.
@@ -60,12 +60,12 @@ def restore(
     _check_same_run(checkpoint.path, state, fresh)
     for file, run_tensors in tensors.items():
         expected = {name: (value.shape, (value.dtype,)) for name, value in run_tensors.items()}
-        stored = checkpoint.tensors(file, expected, world.rows(run_tensors))
+        stored = checkpoint.load_tensors(file, expected, world.rows(run_tensors))
         with torch.no_grad():
             for name, value in run_tensors.items():
                 world.local(value).copy_(stored[name])
     expected_states = random_tensors(state.processes, state.device)
-    random_states = checkpoint.tensors("random", expected_states)[RANDOM]
+    random_states = checkpoint.load_tensors("random", expected_states)[RANDOM]
     if (state.processes, state.device) == (world.size, world.device.type):
         set_random_state(random_states[world.rank], world.device)
     else:  # other processes than before: each gets a new generator

@@ -17,19 +17,19 @@ from data.loader import EvalBatches, TrainBatches, eval_batches, open_rows
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPT, call_layer
-from runtime.checkpoint import Checkpoint, retain
-from runtime.device import Runtime, compile_blocks, compiles, device_name
+from runtime.checkpoint import Checkpoint, delete_old_checkpoints
+from runtime.device import Compute, compile_blocks, device_name, should_compile
 from runtime.distributed import SequenceGroup, World
 from runtime.proof import StoredProof, prove_gradients, use_plain_torch
 from runtime.state import FixedSettings, TrainState, seed_process
 from trainer.config import TrainConfig
-from trainer.init_from import load_weights, open_source
+from trainer.init_from import load_init_from, open_init_from
 from trainer.long_sequences import share_sequences
 from trainer.micro_batch import choose_micro_batch
 from trainer.mup import scale_weights
 from trainer.optim import named_state
-from trainer.resume import find_checkpoint, restore
-from trainer.samples import read_prompt
+from trainer.records.samples import read_prompt
+from trainer.resume import load_run, open_newest_for_all
 from trainer.step import SummedLoss, accumulate_gradients, local_micro_batches
 
 _MAY_DIFFER: Any = {"run_dir": True, "dataset_dir": True, "tracker": True, "runtime": {"device"}}
@@ -38,11 +38,11 @@ process uses, and the device, which `join_world` compares."""
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """A run in progress. A checkpoint holds `state` and `tensors()`."""
 
     config: TrainConfig
-    runtime: Runtime
+    compute: Compute
     world: World
     group: SequenceGroup
     tokenizer: Tokenizer
@@ -75,7 +75,7 @@ class Run:
         self.state = self.state.model_copy(update=changes)
 
 
-def open_run(config: TrainConfig, runtime: Runtime, world: World) -> Run:
+def open_run(config: TrainConfig, compute: Compute, world: World) -> TrainingRun:
     """Build model and optimizer from the seed, or restore them from the run's newest checkpoint.
 
     Raises:
@@ -84,10 +84,10 @@ def open_run(config: TrainConfig, runtime: Runtime, world: World) -> Run:
     typed = config
     config, manifest, tokenizer, batches, windows = open_data(config)
     _say_fitted(typed, config)
-    _check_processes(config, runtime, world, manifest)
+    _check_processes(config, compute, world, manifest)
     if config.data.mixture is not None:
         batches.mix(config.data.mixture)
-    checkpoint = find_checkpoint(config.run_dir, world)
+    checkpoint = open_newest_for_all(config.run_dir, world)
     if checkpoint is not None and config.resume == "never":
         raise UserError(
             f"run_dir={config.run_dir} holds a run, and resume=never: "
@@ -95,16 +95,16 @@ def open_run(config: TrainConfig, runtime: Runtime, world: World) -> Run:
         )
     group = SequenceGroup(world, config.runtime.context_parallel)
     gpt, summed_loss = build_model(
-        config, runtime, world, group, config.data.reset_at(tokenizer.eot_id)
+        config, compute, world, group, config.data.reset_at(tokenizer.eot_id)
     )
     if config.init_from is not None and checkpoint is None:
-        load_weights(gpt, config.init_from, tokenizer, world)
+        load_init_from(gpt, config.init_from, tokenizer, world)
     seed_process(f"{config.seed} 0 {world.rank}")
-    optimizer = config.optim.build(gpt, world, runtime.dtype)
+    optimizer = config.optim.build(gpt, world, compute.dtype)
     state = new_state(config, manifest)
-    run = Run(
+    run = TrainingRun(
         config,
-        runtime,
+        compute,
         world,
         group,
         tokenizer,
@@ -117,14 +117,14 @@ def open_run(config: TrainConfig, runtime: Runtime, world: World) -> Run:
         checkpoint,
     )
     if checkpoint is not None:
-        run.state = restore(checkpoint, state, run.tensors(), world)
+        run.state = load_run(checkpoint, state, run.tensors(), world)
         # A killed save may have left this undone. Damaged ones stay: their disk may recover.
         if world.is_main and not checkpoint.damaged:
-            retain(config.run_dir, run.state, config.checkpoint)
+            delete_old_checkpoints(config.run_dir, run.state, config.checkpoint)
     run.update(eval_batches=config.eval.batches)
     run.micro_batch = _choose_micro_batch(run)
-    if runtime.proof:
-        prove(run)
+    if compute.proof:
+        prove_run(run)
     return run
 
 
@@ -147,7 +147,7 @@ def open_data(
     if tokenizer.n_vocab > config.model.n_vocab:
         if config.init_from is not None:
             # Its error says which of the two does not fit.
-            open_source(config.init_from, config.model, tokenizer)
+            open_init_from(config.init_from, config.model, tokenizer)
         raise UserError(
             f"dataset_dir={folder} was made with tokenizer {tokenizer.name} of "
             f"{tokenizer.n_vocab} ids, and model.n_vocab={config.model.n_vocab}: "
@@ -182,11 +182,11 @@ def _say_fitted(typed: TrainConfig, config: TrainConfig) -> None:
 
 
 def _check_processes(
-    config: TrainConfig, runtime: Runtime, world: World, manifest: Manifest
+    config: TrainConfig, compute: Compute, world: World, manifest: Manifest
 ) -> None:
     """Raise UserError if the processes differ in what must be equal, or cannot share a batch."""
     settings = config.model_dump(mode="json", exclude=_MAY_DIFFER)
-    settings["runtime"]["dtype"] = str(runtime.dtype).removeprefix("torch.")  # auto's choice
+    settings["runtime"]["dtype"] = str(compute.dtype).removeprefix("torch.")  # auto's choice
     data = {"dataset_fingerprint": manifest.fingerprint, "tokenizer": manifest.tokenizer.sha256}
     world.check_equal(settings | data | {"init_from": config.init_from is not None})
     share = config.runtime.context_parallel
@@ -211,7 +211,7 @@ def _check_processes(
 
 
 def build_model(
-    config: TrainConfig, runtime: Runtime, world: World, group: SequenceGroup, eot_id: int | None
+    config: TrainConfig, compute: Compute, world: World, group: SequenceGroup, eot_id: int | None
 ) -> tuple[GPT, nn.Module]:
     """Return the model with initial weights on its device, and its wrapped SummedLoss.
 
@@ -223,11 +223,11 @@ def build_model(
     fsdp = config.runtime.strategy == "fsdp"
     # With fsdp, the whole model may not fit here.
     with torch.device("meta") if fsdp else contextlib.nullcontext():
-        gpt = GPT(config.model, eot_id).to(runtime.param_dtype)
+        gpt = GPT(config.model, eot_id).to(compute.param_dtype)
     gpt.recompute = config.runtime.recompute
     summed_loss = SummedLoss(gpt, share_sequences(group) if group.size > 1 else call_layer)
-    compile_blocks(gpt, compiles(config.runtime, runtime))
-    wrapped = world.wrap(summed_loss, fsdp, runtime.dtype)
+    compile_blocks(gpt, should_compile(config.runtime, compute))
+    wrapped = world.wrap(summed_loss, fsdp, compute.dtype)
     if fsdp:
         gpt.to_empty(device=world.device)
         # Each process draws all weights, one at a time, and keeps its shard.
@@ -236,7 +236,7 @@ def build_model(
     return gpt, wrapped
 
 
-def prove(run: Run) -> None:
+def prove_run(run: TrainingRun) -> None:
     """Run the model as configured if its gradient is right on this GPU, else in plain torch: see
     runtime/proof.py."""
     config = run.config
@@ -253,14 +253,14 @@ def prove(run: Run) -> None:
         "documents": run.gpt.eot_id is not None,
         "sequences, tokens": world.exchange(list(token_ids.shape))[0],
     }
-    stored = StoredProof(run.gpt, run.runtime.dtype, options)
+    stored = StoredProof(run.gpt, run.compute.dtype, options)
     outcomes = world.exchange(stored.read())
     is_right = outcomes[0]
     if is_right is None or any(outcome != is_right for outcome in outcomes):
-        runtime = replace(run.runtime, sequence_chunk=chunk)
+        compute = replace(run.compute, sequence_chunk=chunk)
         # With fsdp, no process has the whole model's gradient.
         gpt = _small_model(run) if config.runtime.strategy == "fsdp" else run.gpt
-        is_right = prove_micro_batch(gpt, token_ids, targets, runtime, world)
+        is_right = prove_micro_batch(gpt, token_ids, targets, compute, world)
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of each machine
             stored.write(is_right)
     if not is_right:
@@ -268,37 +268,37 @@ def prove(run: Run) -> None:
 
 
 def prove_micro_batch(
-    gpt: GPT, token_ids: Tensor, targets: Tensor, runtime: Runtime, world: World
+    gpt: GPT, token_ids: Tensor, targets: Tensor, compute: Compute, world: World
 ) -> bool:
     """Return whether a model's gradient is right on a micro-batch; with runtime.sequence_chunk, on
     its first two chunks."""
-    if runtime.sequence_chunk is not None:
-        token_ids = token_ids[:, : 2 * runtime.sequence_chunk]
-        targets = targets[:, : 2 * runtime.sequence_chunk]
+    if compute.sequence_chunk is not None:
+        token_ids = token_ids[:, : 2 * compute.sequence_chunk]
+        targets = targets[:, : 2 * compute.sequence_chunk]
     if not (targets >= 0).any():  # a question without its answer has no gradient
         targets = token_ids.roll(-1, 1)
 
     def add_gradients(token_ids: Tensor, targets: Tensor) -> Tensor:
         micro_batches = [(token_ids, targets)]
-        loss = accumulate_gradients(SummedLoss(gpt), micro_batches, runtime, world, sync=False)
+        loss = accumulate_gradients(SummedLoss(gpt), micro_batches, compute, world, sync=False)
         assert loss is not None
         return loss
 
-    return prove_gradients(gpt, add_gradients, token_ids, targets, runtime.dtype, world)
+    return prove_gradients(gpt, add_gradients, token_ids, targets, compute.dtype, world)
 
 
-def _small_model(run: Run) -> GPT:
+def _small_model(run: TrainingRun) -> GPT:
     """Return a whole model of two blocks, or of as many as the attention pattern has."""
     n_layer = max(2, len(run.config.model.attention_pattern or []))
     with torch.random.fork_rng([]):
         small = GPT(run.config.model.model_copy(update={"n_layer": n_layer}), run.gpt.eot_id)
-    small.to(run.world.device, run.runtime.param_dtype)
+    small.to(run.world.device, run.compute.param_dtype)
     small.recompute = run.config.runtime.recompute
-    compile_blocks(small, compiles(run.config.runtime, run.runtime))
+    compile_blocks(small, should_compile(run.config.runtime, run.compute))
     return small
 
 
-def _choose_micro_batch(run: Run) -> int:
+def _choose_micro_batch(run: TrainingRun) -> int:
     """The configured size, or the largest that fits.
 
     A run chooses once for each device and number of processes, because rounding depends on it.
@@ -315,7 +315,7 @@ def _choose_micro_batch(run: Run) -> int:
     if state.micro_batch is not None and state.micro_batch_for == place:
         return state.micro_batch
     share = config.share_of(world.size)
-    size = choose_micro_batch(run.summed_loss, share, config.seq_len, run.runtime, world)
+    size = choose_micro_batch(run.summed_loss, share, config.seq_len, run.compute, world)
     run.update(micro_batch=size, micro_batch_for=place)
     return size
 

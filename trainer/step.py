@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from common.numbers import ceil_div
 from data.loader import TrainBatches
 from model.gpt import GPT, GPTState, call_layer
-from runtime.device import Runtime
+from runtime.device import Compute
 from runtime.distributed import SequenceGroup, World
 from trainer.long_sequences import backward_in_chunks
 
@@ -74,7 +74,7 @@ def train_step(
     summed_loss: nn.Module,
     optimizer: torch.optim.Optimizer,
     micro_batches: MicroBatches,
-    runtime: Runtime,
+    compute: Compute,
     world: World | None = None,
     *,
     grad_clip: float | None = None,
@@ -98,14 +98,14 @@ def train_step(
         None if this process is alone and was asked to stop before its last micro-batch. The weights
         are then unchanged.
     """
-    world = world or World(runtime.device)
+    world = world or World(compute.device)
     params = list(summed_loss.parameters())
     n_valid_here = sum(float((targets >= 0).sum()) for _, targets in micro_batches)
     n_valid = world.sum(torch.full((), n_valid_here, dtype=torch.float64, device=world.device))
     loss_here = accumulate_gradients(
         summed_loss,
         micro_batches,
-        runtime,
+        compute,
         world,
         scale=world.size / n_valid,
         abandon=asked_to_stop if world.size == 1 else lambda: False,
@@ -137,7 +137,7 @@ def why_bad(loss: float, grad_norm: float) -> str | None:
 def accumulate_gradients(
     summed_loss: nn.Module,
     micro_batches: MicroBatches,
-    runtime: Runtime,
+    compute: Compute,
     world: World,
     *,
     scale: float | Tensor = 1.0,
@@ -159,11 +159,11 @@ def accumulate_gradients(
             return None
         token_ids = token_ids.to(world.device, non_blocking=True)
         targets = targets.to(world.device, non_blocking=True)
-        chunk = runtime.sequence_chunk
+        chunk = compute.sequence_chunk
         is_long = chunk is not None and token_ids.shape[1] > chunk
         backward = backward_in_chunks if is_long else backward_whole
         sync_now = sync and number == len(micro_batches)
-        total += backward(summed_loss, token_ids, targets, runtime, world, scale, sync_now)
+        total += backward(summed_loss, token_ids, targets, compute, world, scale, sync_now)
     return total
 
 
@@ -171,14 +171,14 @@ def backward_whole(
     summed_loss: nn.Module,
     token_ids: Tensor,
     targets: Tensor,
-    runtime: Runtime,
+    compute: Compute,
     world: World,
     scale: float | Tensor,
     sync: bool,
 ) -> Tensor:
     """Add the gradient of scale x loss of sequences (B, T); returns their summed loss, detached."""
     with world.sync_gradients(summed_loss, now=sync):
-        with runtime.autocast():
+        with compute.autocast():
             loss = summed_loss(token_ids, targets)
         (loss * scale).backward()
     return loss.detach()

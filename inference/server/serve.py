@@ -28,7 +28,7 @@ def serve(config: ServeConfig) -> None:
         UserError: there is no such checkpoint, or the address is not available.
     """
     loaded = load(config)
-    gpt = loaded.place(loaded.runtime.device, autocast=False)
+    gpt = loaded.place(loaded.compute.device, autocast=False)
     tokenizer = loaded.tokenizer
     engine = Engine(
         gpt,

@@ -5,7 +5,7 @@ import json
 import pytest
 from printed import assert_one_line, snapshot
 
-from runtime.checkpoint import newest
+from runtime.checkpoint import find_newest
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -85,7 +85,7 @@ def test_nothing_of_a_run_is_lost_by_mistakes(command, tiny_args, tmp_path, make
         assert_one_line(command("train", *tiny_args, mistake), fragment)
         assert snapshot(tmp_path / "run") == before, mistake
     assert command("train", *tiny_args).status == 0
-    assert newest(tmp_path / "run").name == "step-00000006"
+    assert find_newest(tmp_path / "run").name == "step-00000006"
 
 
 def test_under_torchrun_one_process_of_a_machine_reports(command, tiny_args, monkeypatch):
@@ -110,8 +110,8 @@ def test_a_sweep_trains_every_job_in_a_directory_of_its_own(command, tiny_args, 
     assert sorted((c["optim"]["max_lr"], c["seed"]) for c in configs) == [(1e-3, 1), (1e-3, 2), (1e-2, 1), (1e-2, 2)]
     for run, config in zip(runs, configs, strict=True):
         assert config["run_dir"] == str(run)
-        assert newest(run).name == "step-00000002"
-    weights = {(newest(run) / "model.safetensors").read_bytes() for run in runs}
+        assert find_newest(run).name == "step-00000002"
+    weights = {(find_newest(run) / "model.safetensors").read_bytes() for run in runs}
     assert len(weights) == 4
 
 
@@ -133,5 +133,5 @@ def test_a_failing_job_does_not_stop_the_others_but_the_sweep_fails(command, tin
     assert result.err.count("lower optim.max_lr=1e+30") == 1
     assert "some jobs of the sweep failed (see above: optim.max_lr=1e+30). Fix the cause and run" in result.err
     assert "Traceback" not in result.err
-    finished = [p for p in (tmp_path / "run").iterdir() if p.is_dir() and newest(p)]
+    finished = [p for p in (tmp_path / "run").iterdir() if p.is_dir() and find_newest(p)]
     assert len(finished) == 2

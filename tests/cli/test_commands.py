@@ -88,7 +88,7 @@ def goes_to_work(command, monkeypatch, tmp_path):
             original = resolve_name(WORK[script])
             patch.setattr(WORK[script], functools.wraps(original)(lambda *_, **__: work()))
             patch.setattr("tools.report.show_runs", lambda folder: None)  # of runs, which there are not
-            patch.setattr("trainer.loop.check", lambda config: None)  # of a sweep's data, which there is not
+            patch.setattr("trainer.loop.check_run", lambda config: None)  # of a sweep's data, which there is not
             patch.setattr("tools.report.show_runs", lambda folder: None)
             try:
                 result = command(script, *arguments)

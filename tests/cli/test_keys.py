@@ -15,7 +15,7 @@ import cli
 from cli.command import _arguments
 from cli.compose import is_text
 from common.settings import Settings, UserError, decode
-from runtime.checkpoint import newest
+from runtime.checkpoint import find_newest
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -101,7 +101,7 @@ def test_home_is_a_tilde(command, tmp_path, dataset_dir, tiny_args, monkeypatch)
     options = [*tiny_args, "run_dir=~/run", "dataset_dir=~/data set", "stop_at=1"]
     assert command("train", *options).status == 0
     assert command("train", "run_dir=~/run", "stop_at=2").status == 0
-    assert newest(tmp_path / "run").name == "step-00000002"
+    assert find_newest(tmp_path / "run").name == "step-00000002"
     assert command("train", "-m", *options, "run_dir=~/sweep", "seed=1,2").status == 0
     assert not (tmp_path / "~").exists()
 

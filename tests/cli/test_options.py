@@ -12,7 +12,7 @@ from cli import compose
 from common.command_line import Items
 from common.files import name_of
 from common.settings import Settings, decode
-from runtime.checkpoint import newest
+from runtime.checkpoint import find_newest
 from trainer.config import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -127,12 +127,12 @@ def test_a_run_goes_on_by_its_folder_alone(command, tiny_args, tmp_path):
     before = json.loads((run / "config.json").read_text())["config"]
     result = command("train", f"run_dir={run}")
     assert (result.status, result.err) == (0, "")
-    assert newest(run).name == "step-00000006"
+    assert find_newest(run).name == "step-00000006"
     assert json.loads((run / "config.json").read_text())["config"] == before | {"stop_at": None}
     result = command("train", f"run_dir={run}", "max_steps=8", "schedule.decay=0.5", "eval.every=2")
     said = re.findall(r"changed: (\S+)", result.out)
     assert said == ["eval.every=2", "max_steps=8", "schedule.decay=0.5"]
-    assert newest(run).name == "step-00000008"
+    assert find_newest(run).name == "step-00000008"
 
 
 def test_what_is_given_counts_and_names_of_groups_are_files_of_ours(command, tiny_args, tmp_path, monkeypatch):

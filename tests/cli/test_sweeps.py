@@ -17,7 +17,7 @@ from cli import compose
 from cli.sweep import _settings_of_plugins
 from cli.workers import take_gpu
 from common.settings import decode
-from runtime.checkpoint import Saver, newest
+from runtime.checkpoint import Saver, find_newest
 from trainer.config import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -29,7 +29,7 @@ def jobs_of(sweep):
 
 
 def weights(sweep):
-    return {name: (newest(run) / "model.safetensors").read_bytes() for name, run in jobs_of(sweep).items()}
+    return {name: (find_newest(run) / "model.safetensors").read_bytes() for name, run in jobs_of(sweep).items()}
 
 
 def written(sweep):
@@ -85,7 +85,7 @@ def test_a_killed_sweep_goes_on_where_it_was(command, tiny_args, tmp_path, monke
         os._exit(1)  # it was not killed
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     run = tmp_path / "run"
-    steps = {re.search("seed=.", name)[0]: newest(job).name for name, job in jobs_of(run).items()}
+    steps = {re.search("seed=.", name)[0]: find_newest(job).name for name, job in jobs_of(run).items()}
     assert steps == {"seed=1": "step-00000006", "seed=2": "step-00000004"}
     before = {path: when for path, when in written(run).items() if "seed=1" in str(path)}
     monkeypatch.setattr(Saver, "check", refused)
@@ -144,7 +144,7 @@ def test_the_jobs_of_a_sweep_of_joblibs_are_saved(start, command, tiny_args, tmp
     os.killpg(process.pid, signal.SIGINT)
     process.communicate()  # until the workers have closed their ends, too
     resumed = []
-    monkeypatch.setattr("trainer.launch.fit", lambda config: resumed.append(newest(config.run_dir)) or 1.0)
+    monkeypatch.setattr("trainer.launch.fit", lambda config: resumed.append(find_newest(config.run_dir)) or 1.0)
     assert command("train", "-m", *tiny_args, *options, *OPTUNA).status == 0
     assert len(resumed) == 2
     assert None not in resumed

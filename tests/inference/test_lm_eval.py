@@ -11,7 +11,7 @@ from data.chat import ChatTokenizer
 from data.tokenizer import load_tokenizer
 from model.gpt import GPT
 from runtime.checkpoint import load_model
-from runtime.device import open_runtime
+from runtime.device import choose_compute
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -21,10 +21,10 @@ TEXTS = ["def self return", "the (", "日本 🙂 é", "x" * 70, "a"]
 
 
 @pytest.fixture
-def runtime():
+def compute():
     from inference.harness import HarnessConfig
 
-    return open_runtime(decode(HarnessConfig, {"checkpoint": ".", "tasks": "x", "runtime": DEVICE}).runtime)
+    return choose_compute(decode(HarnessConfig, {"checkpoint": ".", "tasks": "x", "runtime": DEVICE}).runtime)
 
 
 @pytest.fixture
@@ -45,14 +45,14 @@ def trained(run_of):
 
 
 @pytest.fixture
-def harness_model(build, runtime):
+def harness_model(build, compute):
     """Builds the adapter around such a model."""
     pytest.importorskip("lm_eval", reason="the optional lm-evaluation-harness is not installed")
     from inference.harness_model import HarnessModel
 
-    def wrap(changes=None, max_length=None, micro_batch=2, runtime=runtime):
+    def wrap(changes=None, max_length=None, micro_batch=2, compute=compute):
         gpt, tokenizer = build(changes)
-        return HarnessModel(gpt, tokenizer, max_length or gpt.config.max_len, micro_batch, runtime)
+        return HarnessModel(gpt, tokenizer, max_length or gpt.config.max_len, micro_batch, compute)
 
     return wrap
 
@@ -67,7 +67,7 @@ def direct(gpt, ids, n_before):
 
 
 @pytest.mark.parametrize("attention", ["log_space", "softmax", "sliding_window"])
-def test_scores_are_those_of_a_forward_pass(build, runtime, monkeypatch, attention):
+def test_scores_are_those_of_a_forward_pass(build, compute, monkeypatch, attention):
     harness_model = pytest.importorskip("inference.harness_model", reason="lm-evaluation-harness is not installed")
     monkeypatch.setattr(harness_model, "_CHUNK", 7)  # texts go through the model in several chunks
     monkeypatch.setattr(harness_model, "_LOGITS", 1000)
@@ -79,7 +79,7 @@ def test_scores_are_those_of_a_forward_pass(build, runtime, monkeypatch, attenti
         greedy = [*greedy, int(gpt(torch.tensor([greedy]))[0, -1].argmax())]
     texts = [(i, n) for i in ids for n in (1, len(i) - 1)] + [(greedy, 5), (ids[0], len(ids[0]))]
     for micro_batch in (1, 3, 100):
-        found = harness_model.score(gpt, texts, micro_batch, runtime)
+        found = harness_model.score(gpt, texts, micro_batch, compute)
         assert found[-2][1]
         assert found[-1] == (0.0, True)  # nothing is asked for
         for text, (log_likelihood, is_greedy) in zip(texts[:-1], found, strict=False):
@@ -116,7 +116,7 @@ def test_a_conversation_is_that_of_training(harness_model):
 
     plain = harness_model()
     tokenizer = ChatTokenizer(plain._tokenizer)
-    model = HarnessModel(plain.gpt, tokenizer, None, 2, plain.runtime)
+    model = HarnessModel(plain.gpt, tokenizer, None, 2, plain.compute)
     talk = [("system", "be <|end|>"), ("user", "<|user|>é"), ("assistant", " a\n"), ("user", "")]
     messages = [{"role": role, "content": text} for role, text in talk]
     asked = [tokenizer.eot_id, *tokenizer.encode_chat(talk, answer=True)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.settings import UserError, decode
-from runtime.device import Runtime
+from runtime.device import Compute
 from tools import doctor
 from tools.bench.harness import composed
 from trainer.config import TrainConfig
@@ -62,10 +62,10 @@ def test_what_breaks_or_fails_its_check_is_a_finding_and_the_rest_goes_on(small,
 
     monkeypatch.setattr(doctor, "versions", broken)
     outcomes = {"flagship_125m": "are right only without torch.compile", "softmax_125m": doctor.AGREES}
-    monkeypatch.setattr(doctor, "open_runtime", lambda config: Runtime(torch.device("cpu"), torch.float32))
+    monkeypatch.setattr(doctor, "choose_compute", lambda config: Compute(torch.device("cpu"), torch.float32))
     monkeypatch.setattr(doctor, "prove_models", lambda: outcomes)
     monkeypatch.setattr(doctor, "_of_gpu", list)
-    monkeypatch.setattr(doctor, "training_step", lambda config, runtime: {"tokens per second": 2.0})
+    monkeypatch.setattr(doctor, "training_step", lambda config, compute: {"tokens per second": 2.0})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UserError, match="2 parts of this did not work"):
         doctor.examine(training=True)

@@ -8,15 +8,15 @@ from common.numbers import ceil_div
 from common.settings import decode
 from data.shards import read_manifest
 from model.gpt import GPT
-from runtime.checkpoint import newest
-from runtime.device import open_runtime
+from runtime.checkpoint import find_newest
+from runtime.device import choose_compute
 from runtime.gpus import DEVICES, device_by_name, device_of_gpu
-from runtime.metrics import read_metrics
 from tools.bench.train import Training, measure_rate
 from tools.plan import PlanConfig, as_text, duration, find_target, gigabytes, plan
+from tools.step_memory import memory_of
 from trainer.loop import fit
-from trainer.memory import memory_of
 from trainer.micro_batch import SPARE
+from trainer.records.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -80,9 +80,9 @@ def test_the_largest_micro_batch_fits_and_one_micro_batch_less_does_not(tiny_pla
     largest = plan(config)["memory"]["largest_micro_batch"]
     n_micro_batches = ceil_div(2_000_000, largest)
     assert n_micro_batches > 2
-    assert memory_of(gpt, config, target.runtime, config.n_device, largest).peak <= 16e9 * (1 - SPARE)
+    assert memory_of(gpt, config, target.compute, config.n_device, largest).peak <= 16e9 * (1 - SPARE)
     larger = ceil_div(2_000_000, n_micro_batches - 1)
-    assert memory_of(gpt, config, target.runtime, config.n_device, larger).peak > 16e9 * (1 - SPARE)
+    assert memory_of(gpt, config, target.compute, config.n_device, larger).peak > 16e9 * (1 - SPARE)
 
 
 def test_auto_plans_with_the_largest_micro_batch_and_a_share_is_enough(tiny_plan):
@@ -128,7 +128,7 @@ def test_the_measured_model_keeps_documents_apart_as_the_run_does(tiny):
 def test_disk_is_what_a_run_writes(command, tiny_args, tmp_path, tiny_plan, dataset_dir):
     assert command("train", *tiny_args, "checkpoint.keep_every=4", "checkpoint.keep_last=1").status == 0
     weights = {"model.safetensors", "optimizer.safetensors"}
-    written = sum(path.stat().st_size for path in newest(tmp_path / "run").iterdir() if path.name in weights)
+    written = sum(path.stat().st_size for path in find_newest(tmp_path / "run").iterdir() if path.name in weights)
     found = plan(tiny_plan({"checkpoint.keep_every": 4, "checkpoint.keep_last": 1}))["disk"]
     assert found["checkpoint"] == pytest.approx(written, rel=0.2)  # a file says what is in it: much, for so few numbers
     checkpoints = [path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.startswith("step-")]
@@ -179,15 +179,15 @@ def test_the_table_of_devices_is_sound():
 def test_a_plan_for_this_cpu_has_the_type_that_a_run_has(tiny_plan, monkeypatch, fast, dtype):
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: fast)
     config = tiny_plan({"runtime.device": "cpu", "runtime.dtype": "auto"})
-    assert find_target(config).runtime.dtype == open_runtime(config.runtime).dtype == dtype
+    assert find_target(config).compute.dtype == choose_compute(config.runtime).dtype == dtype
 
 
 def test_a_gpu_here_is_planned_for_by_itself(tiny_plan, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA A100-SXM4-40GB")
     target = find_target(tiny_plan({"runtime.device": "auto", "runtime.dtype": "auto"}))
-    assert (target.name, target.peak, target.runtime.device.type) == ("a100-40gb", 312e12, "cuda")
-    assert target.runtime.dtype == torch.bfloat16
+    assert (target.name, target.peak, target.compute.device.type) == ("a100-40gb", 312e12, "cuda")
+    assert target.compute.dtype == torch.bfloat16
     assert find_target(tiny_plan({"runtime.device": "cuda"})).name == "a100-40gb"
     assert find_target(tiny_plan({"runtime.device": "cpu"})).name == "cpu"
     assert find_target(tiny_plan({"runtime.device": "cpu"}, device="h100")).name == "h100"
@@ -195,7 +195,7 @@ def test_a_gpu_here_is_planned_for_by_itself(tiny_plan, monkeypatch):
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (1, 7 * 10**9))
     monkeypatch.setattr("tools.plan.is_bfloat16_fast", lambda device: device.type != "cuda")
     target = find_target(tiny_plan({"runtime.device": "auto", "runtime.dtype": "auto"}))
-    assert target.runtime.dtype == torch.float32
+    assert target.compute.dtype == torch.float32
     assert (target.name, target.memory, target.peak) == ("NVIDIA Tomorrow", 7e9, None)
 
 

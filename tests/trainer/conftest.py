@@ -61,8 +61,8 @@ def plain(monkeypatch):
     """Runs in this process have one name, draw random numbers in each step, and no pictures, which take long."""
     from faults import draw
 
-    monkeypatch.setattr("trainer.records.draw_losses", lambda *_, **__: None)
-    monkeypatch.setattr("trainer.run_dir.git_commit", lambda: None)
+    monkeypatch.setattr("trainer.records.run_records.draw_losses", lambda *_, **__: None)
+    monkeypatch.setattr("trainer.records.run_dir.git_commit", lambda: None)
     monkeypatch.setattr("secrets.token_hex", lambda n: "0" * 2 * n)
     hook = register_optimizer_step_pre_hook(functools.partial(draw, 1))
     yield

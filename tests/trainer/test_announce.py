@@ -4,7 +4,7 @@ import pytest
 from alone import open_run
 
 from data.shards import read_manifest
-from trainer.announce import start_lines
+from trainer.records.announce import start_lines
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 

@@ -12,10 +12,10 @@ from torch.nn.functional import cross_entropy
 from common.settings import UserError
 from data.shards import TokenStream, read_manifest
 from runtime.checkpoint import load_model, save_checkpoint
-from runtime.losses import evaluate
-from runtime.metrics import read_metrics
-from trainer.announce import announce
+from runtime.losses import evaluate_windows
 from trainer.loop import fit
+from trainer.records.announce import announce_run
+from trainer.records.metrics import read_metrics
 
 EOT, ASSISTANT = 256, 259  # of bytes
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -72,7 +72,7 @@ def test_training_validation_and_evaluation_agree_with_each_conversation_alone(c
     assert run.train_step()["loss"] == pytest.approx(expected, rel=1e-12)
     of_val, n_tokens = loss_by_definition(run.gpt, conversations_of(config, "val"), 32)
     byte_lengths = torch.from_numpy(run.tokenizer.byte_lengths)
-    *_, measured = evaluate(run.gpt, run.windows, byte_lengths, 3, run.runtime, run.world)
+    *_, measured = evaluate_windows(run.gpt, run.windows, byte_lengths, 3, run.compute, run.world)
     assert measured.per_token == pytest.approx(of_val, rel=1e-12)
     assert measured.tokens == n_tokens
     fit(config)
@@ -110,7 +110,7 @@ def test_a_run_of_epochs_has_thirty_steps_an_epoch_and_resumes(chat, capsys):
     assert "2 epochs" in printed.out
     assert "by heart" not in printed.err
     longer = open_run(chat({"max_steps": 21 * rows, "batch_tokens": 64, "run_dir": str(config.run_dir / "longer")}))
-    announce(longer, None)
+    announce_run(longer, None)
     assert "the run reads its data for 21 epochs, and learns it by heart: give epochs=3" in capsys.readouterr().err
 
 

@@ -10,7 +10,7 @@ from test_torchrun import assert_same_checkpoint
 
 from common.settings import UserError
 from model.gpt import GPT
-from runtime.checkpoint import newest, open_checkpoint
+from runtime.checkpoint import find_newest, open_checkpoint
 from trainer.loop import fit
 from trainer.step import why_bad
 
@@ -51,7 +51,7 @@ def test_skip_passes_over_the_batch_and_nothing_else(tiny, tmp_path, factor_at):
     expected = reference_without(tiny(changes | {"run_dir": tmp_path / "other"}), {3, 4})
     factor_at({3: float("nan"), 4: float("-inf")})
     fit(tiny(changes))
-    weights = load_file(newest(tmp_path / "run") / "model.safetensors")
+    weights = load_file(find_newest(tmp_path / "run") / "model.safetensors")
     for name, value in expected.items():  # 6 steps of sums in another order
         torch.testing.assert_close(weights[name], value.detach(), rtol=1e-9, atol=1e-11)
     lines = metrics(tmp_path / "run")
@@ -113,4 +113,4 @@ def test_what_is_bad_on_one_process_is_bad_on_all(tiny_args, tmp_path, policy):
     ranks.run(2, "-c", POISONED, *args, status=int(policy == "halt"))
     if policy != "halt":
         ranks.run(1, "-c", POISONED, *args, f"run_dir={tmp_path / 'alone'}")
-        assert_same_checkpoint(newest(tmp_path / "alone"), newest(tmp_path / "run"), tolerance=1e-9)
+        assert_same_checkpoint(find_newest(tmp_path / "alone"), find_newest(tmp_path / "run"), tolerance=1e-9)

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from data.tokenizer import load_tokenizer
 from model.gpt import GPT
-from runtime.checkpoint import load_model, newest, open_checkpoint, open_model
+from runtime.checkpoint import MODEL_FILES, find_newest, load_model, open_checkpoint
 from trainer.loop import fit
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -49,7 +49,7 @@ def test_run_directory_folder_and_pointers_all_lead_to_the_checkpoint(run_dir, m
 
 
 def test_load_model_gives_the_stored_weights_logits(run_dir, tiny, dataset_dir):
-    path = newest(run_dir)
+    path = find_newest(run_dir)
     direct = GPT(tiny().model)
     direct.load_state_dict(load_file(path / "model.safetensors"))
     gpt, tokenizer = load_model(run_dir)
@@ -60,17 +60,17 @@ def test_load_model_gives_the_stored_weights_logits(run_dir, tiny, dataset_dir):
 
 
 def test_of_a_model_only_what_it_needs_is_looked_at(run_dir):
-    (newest(run_dir) / "optimizer.safetensors").unlink()
-    assert open_model(run_dir).state.step == 6
+    (find_newest(run_dir) / "optimizer.safetensors").unlink()
+    assert open_checkpoint(run_dir, MODEL_FILES).state.step == 6
     load_model(run_dir)
 
 
 def test_a_start_keeps_later_checkpoints_that_cannot_be_read(tiny, run_dir):
     """A disk may recover: only the next save deletes them."""
     (run_dir / "checkpoints" / "best").write_text("step-00000004\n")
-    weights = newest(run_dir) / "model.safetensors"
+    weights = find_newest(run_dir) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     fit(tiny({"run_dir": str(run_dir), "stop_at": 4}))
     assert weights.exists()
     fit(tiny({"run_dir": str(run_dir)}))
-    open_checkpoint(newest(run_dir))
+    open_checkpoint(find_newest(run_dir))

@@ -6,7 +6,7 @@ import pytest
 import ranks
 from test_torchrun import assert_same_checkpoint, assert_same_steps
 
-from runtime.checkpoint import newest
+from runtime.checkpoint import find_newest
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -74,7 +74,7 @@ def test_a_run_in_groups_is_the_run_of_one_process(train_in_processes):
     whole = train_in_processes("whole", 1)
     shared = train_in_processes("shared", 4, "runtime.context_parallel=2")
     assert_same_steps(whole, shared, tolerance=1e-9)
-    assert_same_checkpoint(newest(whole), newest(shared), tolerance=1e-9)
+    assert_same_checkpoint(find_newest(whole), find_newest(shared), tolerance=1e-9)
     for stop_at, processes, context in [(2, 2, 2), (4, 1, 1), (6, 4, 4)]:
         mixed = train_in_processes("mixed", processes, f"runtime.context_parallel={context}", f"stop_at={stop_at}")
     assert_same_steps(whole, mixed, tolerance=1e-9)

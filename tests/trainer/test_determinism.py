@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common.settings import decode
-from runtime.device import RuntimeConfig, open_runtime
+from runtime.device import RuntimeConfig, choose_compute
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -20,14 +20,14 @@ def test_auto_is_deterministic_on_cpus_only(monkeypatch, device, deterministic):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     torch.use_deterministic_algorithms(device == "cuda")
-    runtime = open_runtime(decode(RuntimeConfig, {"device": device, "deterministic": deterministic}))
+    compute = choose_compute(decode(RuntimeConfig, {"device": device, "deterministic": deterministic}))
     expected = device == "cpu" if deterministic == "auto" else deterministic
     assert torch.are_deterministic_algorithms_enabled() == expected
     assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == expected
-    assert ("runs differ in rounding" in str(runtime)) != expected
+    assert ("runs differ in rounding" in str(compute)) != expected
 
 
 def test_a_workspace_that_a_user_sets_stays(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    open_runtime(decode(RuntimeConfig, {"device": "cpu"}))
+    choose_compute(decode(RuntimeConfig, {"device": "cpu"}))
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"

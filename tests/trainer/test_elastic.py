@@ -10,7 +10,7 @@ import pytest
 from ranks import IN_STEP, ROOT, environment, lines_in, wait_until
 from test_torchrun import TORCHRUN, assert_same_steps
 
-from runtime.checkpoint import newest
+from runtime.checkpoint import find_newest
 
 
 @pytest.mark.parametrize(("processes", "sequences", "micro_batch"), [(3, 4, 8), (2, 7, 3)])
@@ -73,6 +73,6 @@ def test_a_signal_to_torchrun_stops_and_saves(tiny_args, tmp_path):
         wait_until(lambda: lines_in(log) > 5 or process.poll() is not None, "5 steps")
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=240)
-    step = int(newest(tmp_path / "run").name[5:])
+    step = int(find_newest(tmp_path / "run").name[5:])
     assert step > 5
     assert f"stopped by SIGTERM: step {step} of 100,000 is saved" in out

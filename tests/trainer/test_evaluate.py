@@ -15,9 +15,9 @@ from data.tokenizer import load_tokenizer
 from inference.evaluate import EvaluateConfig, run_evaluation
 from model.gpt import GPT, GPTConfig
 from runtime.checkpoint import load_model
-from runtime.device import open_runtime
+from runtime.device import choose_compute
 from runtime.distributed import World
-from runtime.losses import evaluate
+from runtime.losses import evaluate_windows
 from tools.convert.export_hf import export
 from trainer.loop import fit
 
@@ -38,9 +38,9 @@ def val(dataset_dir):
 
 
 def measure(gpt, windows, tokenizer, micro_batch):
-    runtime = open_runtime(decode(EvaluateConfig, {"checkpoint": ".", "runtime": RUNTIME}).runtime)
+    compute = choose_compute(decode(EvaluateConfig, {"checkpoint": ".", "runtime": RUNTIME}).runtime)
     lengths = torch.from_numpy(tokenizer.byte_lengths)
-    return evaluate(gpt, windows, lengths, micro_batch, runtime, World(torch.device("cpu")))
+    return evaluate_windows(gpt, windows, lengths, micro_batch, compute, World(torch.device("cpu")))
 
 
 def windows_of(gpt, val):
@@ -165,8 +165,8 @@ def test_training_evaluation_export_and_the_harness_measure_the_same_loss_of_a_p
     assert exported.loss(token_ids, targets).item() == pytest.approx(wanted, rel=1e-12)
     harness = pytest.importorskip("inference.harness_model", reason="lm-evaluation-harness is not installed")
     texts = [(ids, 1) for ids in torch.cat([token_ids, targets[:, -1:]], dim=1).tolist()]
-    runtime = open_runtime(decode(EvaluateConfig, {"checkpoint": ".", "runtime": RUNTIME}).runtime)
-    scores = harness.score(gpt, texts, 3, runtime)
+    compute = choose_compute(decode(EvaluateConfig, {"checkpoint": ".", "runtime": RUNTIME}).runtime)
+    scores = harness.score(gpt, texts, 3, compute)
     assert -sum(nats for nats, _ in scores) / targets.numel() == pytest.approx(wanted, rel=1e-12)
 
     rows = torch.nn.functional.cross_entropy(

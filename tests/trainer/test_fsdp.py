@@ -7,7 +7,7 @@ from printed import assert_one_line
 from test_torchrun import assert_same_checkpoint, assert_same_steps
 
 from common.settings import UserError
-from runtime.checkpoint import newest
+from runtime.checkpoint import find_newest
 from runtime.distributed import World
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -21,10 +21,10 @@ def test_a_run_goes_from_whole_to_shared_and_back(train_in_processes, option):
     whole = train_in_processes("whole", 2, "runtime.strategy=ddp", *options)
     for stop_at, processes, strategy in [(2, 2, "ddp"), (4, 2, "fsdp"), (5, 1, "fsdp"), (6, 2, "fsdp")]:
         mixed = train_in_processes("mixed", processes, f"runtime.strategy={strategy}", f"stop_at={stop_at}", *options)
-        assert newest(mixed).name == f"step-{stop_at:08}"
+        assert find_newest(mixed).name == f"step-{stop_at:08}"
     assert_same_steps(whole, mixed, tolerance=1e-9)
-    assert_same_checkpoint(newest(whole), newest(mixed), tolerance=1e-9)
-    files = [sorted(path.name for path in newest(run).iterdir()) for run in (whole, mixed)]
+    assert_same_checkpoint(find_newest(whole), find_newest(mixed), tolerance=1e-9)
+    files = [sorted(path.name for path in find_newest(run).iterdir()) for run in (whole, mixed)]
     assert files[0] == files[1]
 
 
@@ -68,7 +68,7 @@ def test_in_bfloat16_the_bytes_are_those_of_ddp_that_keeps_all_activations(train
     options = "runtime.dtype=bfloat16", "optim.grad_clip=null", "max_steps=3", "runtime.micro_batch=1"
     options += ("model.ngrams=[1,2]",)
     kept, *others = (
-        newest(
+        find_newest(
             train_in_processes(
                 f"{strategy}-{how}", 2, f"runtime.strategy={strategy}", f"runtime.recompute={how}", *options
             )
@@ -181,7 +181,7 @@ INITIAL = """
 import itertools
 import torch
 from torch.profiler import ProfilerActivity, profile
-from tests.trainer.test_memory import allocations, config_of
+from tests.tools.test_step_memory import allocations, config_of
 from model.gpt import GPT
 from runtime.distributed import join_world
 from trainer.step import SummedLoss

@@ -85,7 +85,7 @@ def test_where_processes_cannot_meet_one_does_the_work(tiny, monkeypatch, capsys
         raise OSError
 
     monkeypatch.setattr("socket.create_connection", refused)
-    assert launch.launch(2, lambda config: config.seed, tiny()) == 1
+    assert launch.launch_processes(2, lambda config: config.seed, tiny()) == 1
     assert capsys.readouterr().out.startswith("processes cannot meet here")
 
 

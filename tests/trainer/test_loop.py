@@ -12,9 +12,9 @@ from forged import edit
 
 from common.settings import UserError
 from model.gpt import GPT
-from runtime.checkpoint import newest
+from runtime.checkpoint import find_newest
 from trainer.loop import fit
-from trainer.run_dir import check_folder
+from trainer.records.run_dir import check_folder
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -81,7 +81,7 @@ def test_the_folder_of_something_else_is_refused(tiny, tmp_path):
     assert sorted(config.dataset_dir.iterdir()) == before
     fit(config)
     with pytest.raises(UserError, match="is a dataset or a checkpoint: choose another folder for the run"):
-        check_folder(newest(config.run_dir))
+        check_folder(find_newest(config.run_dir))
     with pytest.raises(UserError, match="run_dir=/ is the root of all files: choose a folder in it"):
         check_folder(Path("/"))
     (tmp_path / "runs" / "a" / "checkpoints").mkdir(parents=True)

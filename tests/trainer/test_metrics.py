@@ -5,8 +5,8 @@ import contextlib
 import pytest
 from faults import LimitedFiles
 
-from runtime import metrics
-from runtime.metrics import MetricsLog
+from trainer.records import metrics
+from trainer.records.metrics import MetricsLog
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 

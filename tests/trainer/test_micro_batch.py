@@ -12,15 +12,15 @@ from torch import nn
 
 from common.settings import UserError, decode
 from model.gpt import GPT, GPTConfig
-from runtime.checkpoint import newest, open_checkpoint
-from runtime.device import Runtime, RuntimeConfig
+from runtime.checkpoint import find_newest, open_checkpoint
+from runtime.device import Compute, RuntimeConfig
 from runtime.distributed import World
 from trainer.micro_batch import choose_micro_batch
 from trainer.step import SummedLoss
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
-CPU = Runtime(torch.device("cpu"), torch.float32)
+CPU = Compute(torch.device("cpu"), torch.float32)
 
 
 class Limited(nn.Module):
@@ -169,7 +169,7 @@ def test_a_run_has_the_losses_of_any_other_micro_batch_and_keeps_what_was_chosen
     monkeypatch.setattr("trainer.start.choose_micro_batch", lambda *_: 1)
     assert "resuming" in command("train", *args).out
     assert_same_steps(tmp_path / "one", tmp_path / "whole", tolerance=1e-5)
-    a, b = (newest(tmp_path / name) for name in ("whole", "run"))
+    a, b = (find_newest(tmp_path / name) for name in ("whole", "run"))
     assert open_checkpoint(a).state.micro_batch == open_checkpoint(b).state.micro_batch == 3
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
@@ -193,13 +193,13 @@ def test_sizes_are_tried_where_that_is_possible(settings, device, size):
 @pytest.mark.gpu(alone=True)
 def test_a_gpus_memory_is_used_but_for_a_reserve(request):
     """Of a fifth, more than half is reserved. The rest is left to the tests that run at the same time."""
-    runtime = Runtime(torch.device("cuda"), torch.float32)
+    compute = Compute(torch.device("cuda"), torch.float32)
     module = tiny_gpt().cuda()
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
     request.addfinalizer(lambda: torch.cuda.set_per_process_memory_fraction(1.0))
     torch.cuda.set_per_process_memory_fraction(0.2)
     before = torch.cuda.memory_allocated()
-    chosen = choose_micro_batch(module, 2**16, 512, runtime, World(runtime.device))
+    chosen = choose_micro_batch(module, 2**16, 512, compute, World(compute.device))
     assert 1 <= chosen < 2**16
     assert torch.cuda.memory_allocated() <= before + 2**26  # but for what libraries keep
     for _ in range(2):

@@ -9,7 +9,7 @@ from torch.func import functional_call
 from common.settings import UserError, decode
 from model.gpt import GPT, GPTConfig
 from trainer.mup import scale_weights
-from trainer.optim import AdamWConfig, MuonConfig, block_matrices, orthogonal
+from trainer.optim import AdamWConfig, MuonConfig, block_matrices, orthogonalize
 
 BASE = {"n_embd": 32, "n_layer": 2}
 OPTIMS = {"adamw": AdamWConfig, "muon": MuonConfig}
@@ -44,7 +44,7 @@ def new_gpt(transfer, *sizes, **parts):
 
 def train(gpt, optim, steps=3):
     optimizer = optim.build(gpt)
-    optim.schedule(optimizer, factor=1.0)
+    optim.set_learning_rate(optimizer, factor=1.0)
     for _ in range(steps):
         gpt.loss(IDS[:, :-1], IDS[:, 1:]).backward()
         optimizer.step()
@@ -117,7 +117,7 @@ def test_training_is_that_of_complete_p_with_its_multipliers(block, tied, norm):
     ]
     adamw = torch.optim.AdamW(groups, lr=1e-2, betas=optim.betas, eps=1e-100)
     ours = optim.build(gpt)
-    optim.schedule(ours, factor=1.0)
+    optim.set_learning_rate(ours, factor=1.0)
     assert all(math.isclose(group["eps"], 1e-100 / (w * d)) for group in ours.param_groups)
     for _ in range(3):
         scaled = {name: p * times[name] for name, p in theirs.items()}
@@ -144,7 +144,7 @@ def test_muons_updates_have_the_spectral_norm_of_the_tuned_models():
     gpt = new_gpt(BASE, 32 * w, 2 * d, block="glu", attention=FLAGSHIP)
     optim = optim_of("muon", BASE, weight_decay=0.3)
     optimizer = optim.build(gpt)
-    optim.schedule(optimizer, factor=0.5)
+    optim.set_learning_rate(optimizer, factor=0.5)
     gpt.loss(IDS[:, :-1], IDS[:, 1:]).backward()
     layers = list(block_matrices(gpt))
     parts = [layer.split if hasattr(layer, "split") else lambda x: [x] for layer in layers]
@@ -154,7 +154,7 @@ def test_muons_updates_have_the_spectral_norm_of_the_tuned_models():
         shrink = d if layer in [block.proj for block in gpt.blocks] else 1
         for x, grad, after in zip(old, split(layer.weight.grad), split(layer.weight), strict=True):
             norm = 0.2 * (max(x.shape) / w) ** 0.5 / shrink  # of a matrix of the tuned model
-            update = norm * orthogonal(grad[None], torch.float32)[0]
+            update = norm * orthogonalize(grad[None], torch.float32)[0]
             torch.testing.assert_close(after, x * (1 - 5e-3 * 0.3) - 5e-3 * update)
 
 

@@ -9,10 +9,9 @@ import torch
 from safetensors.torch import load, save
 
 from model.gpt import GPT
-from model.layers import FusedLinear
 from runtime.distributed import World
 from trainer import optim
-from trainer.optim import AdamWConfig, MuonConfig, block_matrices, named_state, orthogonal
+from trainer.optim import AdamWConfig, MuonConfig, block_matrices, named_state, orthogonalize
 
 OPTIM = AdamWConfig(name="adamw", max_lr=1e-2, weight_decay=0.3)
 MUON = MuonConfig(name="muon", max_lr=1e-2, weight_decay=0.3)
@@ -95,8 +94,8 @@ def test_orthogonal_applies_its_polynomial_to_the_singular_values(shape):
     s = s / s.norm(dim=1, keepdim=True)
     for _ in range(5):
         s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    torch.testing.assert_close(orthogonal(x, torch.float64), u * s.unsqueeze(1) @ v, rtol=0, atol=1e-12)
-    assert orthogonal(torch.zeros(shape), torch.float32).eq(0).all()
+    torch.testing.assert_close(orthogonalize(x, torch.float64), u * s.unsqueeze(1) @ v, rtol=0, atol=1e-12)
+    assert orthogonalize(torch.zeros(shape), torch.float32).eq(0).all()
 
 
 @pytest.mark.parametrize("at_once", [1, 2**20])
@@ -109,7 +108,7 @@ def test_muon_is_torchs_own_for_each_of_the_matrices(tiny, monkeypatch, at_once)
 
     def matrices(tensors):
         pairs = zip(layers, tensors, strict=True)
-        return [part for m, x in pairs for part in (m.split(x) if isinstance(m, FusedLinear) else [x])]
+        return [part for m, x in pairs for part in m.split(x)]
 
     expected = [part.detach().clone() for part in matrices([m.weight for m in layers])]
     torchs = torch.optim.Muon(expected, lr=1e-2, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
@@ -129,7 +128,7 @@ def test_muon_is_torchs_own_for_each_of_the_matrices(tiny, monkeypatch, at_once)
 @pytest.mark.parametrize("at_once", [1, 2**27])
 def test_processes_share_muons_products_and_no_bit_changes(tiny, monkeypatch, at_once):
     """Three processes are threads here; `at_once` is what they send at once."""
-    sent, meeting, products, definition = [None] * 3, threading.Barrier(3), Counter(), optim.orthogonal
+    sent, meeting, products, definition = [None] * 3, threading.Barrier(3), Counter(), optim.orthogonalize
 
     class Sharing(World):
         def gather(self, value):
@@ -152,7 +151,7 @@ def test_processes_share_muons_products_and_no_bit_changes(tiny, monkeypatch, at
         return [*gpt.parameters(), *named_state(gpt, optimizer).values()]
 
     monkeypatch.setattr(optim, "_AT_ONCE", at_once)
-    monkeypatch.setattr(optim, "orthogonal", counted)
+    monkeypatch.setattr(optim, "orthogonalize", counted)
     gpts = [GPT(tiny(FLAGSHIP | {"model.n_layer": 3}).model) for _ in range(4)]
     for gpt in gpts:
         gpt.load_state_dict(gpts[0].state_dict())

@@ -8,7 +8,7 @@ from test_torchrun import assert_same_steps
 
 from common.settings import UserError
 from data.chat import IGNORED
-from runtime.device import Runtime
+from runtime.device import Compute
 from runtime.distributed import World
 from trainer.step import SummedLoss, accumulate_gradients
 
@@ -29,10 +29,10 @@ MECHANISMS = {
 
 
 def gradients(run, chunk, x, y):
-    runtime = Runtime(CPU, torch.float64, chunk)
+    compute = Compute(CPU, torch.float64, chunk)
     for p in run.gpt.parameters():
         p.grad = None
-    loss = accumulate_gradients(SummedLoss(run.gpt), [(x, y)], runtime, World(CPU))
+    loss = accumulate_gradients(SummedLoss(run.gpt), [(x, y)], compute, World(CPU))
     return float(loss), [torch.zeros_like(p) if p.grad is None else p.grad for p in run.gpt.parameters()]
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 from ranks import ROOT
 
-from trainer.announce import TrainingProgress
+from trainer.records.announce import TrainingProgress
 
 
 def line(step, loss, rate=100.0, mfu=None):

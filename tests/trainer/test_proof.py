@@ -14,9 +14,9 @@ from common.settings import UserError, decode
 from model.gpt import GPT, GPTConfig
 from model.ops import kernels, linear_cross_entropy, log_attention
 from runtime import proof
-from runtime.device import Runtime, compile_blocks, is_compiled
+from runtime.device import Compute, compile_blocks, is_compiled
 from runtime.distributed import World
-from runtime.proof import Difference, StoredProof, compare, prove_logits
+from runtime.proof import Difference, StoredProof, compare_norms, prove_logits
 from trainer.loop import fit
 from trainer.start import prove_micro_batch
 
@@ -29,7 +29,7 @@ SOFTMAX = FLAGSHIP | {"attention": {"name": "softmax", "decay": "head"}, "tied":
 PUBLISHED = FLAGSHIP | {"ngrams": [], "attention": {"name": "log_space"}, "block": {"name": "glu"}}
 GPT2 = FLAGSHIP | {"ngrams": [], "position": {"name": "learned", "max_len": 128}, "attention": {"name": "softmax"}}
 GPT2 |= {"block": {"name": "mlp"}}
-HERE = Runtime(torch.device("cpu"), torch.bfloat16, proof=True)
+HERE = Compute(torch.device("cpu"), torch.bfloat16, proof=True)
 WORLD = World(torch.device("cpu"))
 COMPILE = torch.compile
 
@@ -172,7 +172,7 @@ def test_wrong_compiled_code_is_found(kernel_of, monkeypatch, factor):
 
 def test_if_plain_torch_is_wrong_too_a_line_says_what_to_do(kernel_of):
     with pytest.raises(UserError, match=r"^0.3; in plain torch 0.3: .* runtime.proof=false"):
-        proof.choose(model(), lambda: Difference(2.0, "0.3"), WORLD)
+        proof.choose_form(model(), lambda: Difference(2.0, "0.3"), WORLD)
 
 
 def test_a_process_that_lost_its_gpu_ends_with_a_line(monkeypatch):
@@ -183,7 +183,7 @@ def test_a_process_that_lost_its_gpu_ends_with_a_line(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
     with pytest.raises(UserError, match=r"^CUDA error: an illegal memory access .*: use runtime.kernels=false$"):
-        proof.choose(model(), lost, World(torch.device("cuda")))
+        proof.choose_form(model(), lost, World(torch.device("cuda")))
 
 
 def test_a_difference_is_relative_to_the_norm_of_a_group_or_of_most():
@@ -194,7 +194,7 @@ def test_a_difference_is_relative_to_the_norm_of_a_group_or_of_most():
     def size_of(name, *values):
         off = [{key: torch.zeros_like(norm) for key, norm in norms.items()} for norms in expected]
         off[1][name] = torch.tensor([values])
-        difference = compare(off, expected, torch.bfloat16)
+        difference = compare_norms(off, expected, torch.bfloat16)
         assert f"in {name}, bound" in difference.text
         return difference.share * 2**-7
 
@@ -238,14 +238,14 @@ def test_inference_compares_logits_once(kernel_of, monkeypatch, autocast, wrong)
         kernels.enabled = True
         prove_logits(gpt, HERE, autocast)
         assert kernels.enabled == (wrong is None)
-        monkeypatch.setattr(proof, "choose", None)  # the second time, the outcome is known
+        monkeypatch.setattr(proof, "choose_form", None)  # the second time, the outcome is known
 
 
 def test_a_run_proves_itself_once(tiny, kernel_of, monkeypatch, capsys):
     """A resumed run knows the outcome; one with other sequences does not."""
     kernel_of(loss=loss_with(1.02))
-    opened = trainer.loop.open_runtime
-    monkeypatch.setattr(trainer.loop, "open_runtime", lambda config: dataclasses.replace(opened(config), proof=True))
+    opened = trainer.loop.choose_compute
+    monkeypatch.setattr(trainer.loop, "choose_compute", lambda config: dataclasses.replace(opened(config), proof=True))
     sizes = {"runtime.micro_batch": 3, "model.position": {"name": "none"}}  # of 4 sequences: steps take 2 at a time
     config = tiny({"runtime.dtype": "bfloat16"} | sizes)
     for stop_at in (2, 4):
@@ -268,8 +268,8 @@ kernels.has_kernels = lambda device: True
 factor = 1.1 if os.environ["RANK"] == "1" else 1.0
 loss._FORMS["triton"] = lambda z, targets, n, *given: factor * loss._by_torch(z[:, :n], targets, n, *given)
 import trainer.loop, runpy
-opened = trainer.loop.open_runtime
-trainer.loop.open_runtime = lambda config: dataclasses.replace(opened(config), proof=True)
+opened = trainer.loop.choose_compute
+trainer.loop.choose_compute = lambda config: dataclasses.replace(opened(config), proof=True)
 import atexit
 atexit.register(lambda: print(os.environ["RANK"], "uses kernels:", kernels.enabled, file=sys.stderr))
 runpy.run_path("train.py", run_name="__main__")

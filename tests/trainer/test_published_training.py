@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, glu
 
 from common.settings import decode
 from model.interop import load_published, published_name
-from runtime.device import Runtime
+from runtime.device import Compute
 from trainer.optim import AdamWConfig
 from trainer.schedule import OneCycle
 from trainer.step import SummedLoss, train_step
@@ -26,13 +26,13 @@ def trained(gpt, token_ids, training, micro_batch):
     optim = decode(AdamWConfig, {"name": "adamw", "grad_clip": training["clip"]} | {n: training[n] for n in names})
     names = ("warmup_steps", "start", "end")
     schedule = decode(OneCycle, {"name": "one_cycle"} | {name: training[name] for name in names})
-    runtime, optimizer, steps = Runtime(torch.device("cpu"), torch.float64), optim.build(gpt), []
+    compute, optimizer, steps = Compute(torch.device("cpu"), torch.float64), optim.build(gpt), []
     for step, ids in enumerate(token_ids.long()):
         factor = schedule.factor(step, len(token_ids))
-        optim.schedule(optimizer, factor)
+        optim.set_learning_rate(optimizer, factor)
         x, y = ids[:, :-1], ids[:, 1:].contiguous()
         batches = list(zip(x.split(micro_batch), y.split(micro_batch), strict=True))
-        done = train_step(SummedLoss(gpt), optimizer, batches, runtime, grad_clip=optim.grad_clip)
+        done = train_step(SummedLoss(gpt), optimizer, batches, compute, grad_clip=optim.grad_clip)
         steps.append([done.loss, done.grad_norm, optim.max_lr * factor])
     return torch.tensor(steps, dtype=torch.float64).T
 

@@ -11,7 +11,7 @@ from printed import snapshot
 from common.settings import UserError
 from data.loader import TrainBatches
 from data.shards import read_manifest
-from runtime.checkpoint import newest, open_checkpoint
+from runtime.checkpoint import find_newest, open_checkpoint
 from trainer.loop import fit
 from trainer.schedule import WSD, OneCycle
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
 
 
 def assert_same_run(a, b):
-    first, second = newest(a), newest(b)
+    first, second = find_newest(a), find_newest(b)
     assert first.name == second.name
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
@@ -54,7 +54,7 @@ def test_a_run_reads_each_sequence_of_an_epoch_once_and_ends_the_same_whatever_i
 def test_a_run_from_before_a_model_had_an_option_goes_on(tiny, tmp_path):
     fit(tiny({"run_dir": tmp_path / "whole"}))
     fit(tiny({"stop_at": 4}))
-    path = newest(tmp_path / "run")
+    path = find_newest(tmp_path / "run")
 
     def forget(state):
         for option in ("norm", "bias", "logit_cap"):

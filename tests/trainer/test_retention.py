@@ -11,9 +11,9 @@ import pytest
 from faults import LimitedFiles, assert_same, is_whole, result, steps_of
 
 from common.settings import UserError
-from runtime.checkpoint import CheckpointConfig, checkpoint_path, retain
+from runtime.checkpoint import CheckpointConfig, checkpoint_path, delete_old_checkpoints
 from trainer.loop import fit
-from trainer.records import Records
+from trainer.records.run_records import Records
 
 pytestmark = pytest.mark.usefixtures("restored_torch", "plain")
 
@@ -61,7 +61,7 @@ def test_the_newest_the_best_and_those_of_every_so_many_steps_are_kept(memory, s
                 continue  # nothing is saved after this step
             checkpoint_path(run_dir, step).mkdir(parents=True)
             (run_dir / "checkpoints" / "step-00000001.tmp").mkdir()
-            retain(run_dir, SimpleNamespace(step=step, best_step=best), CheckpointConfig(**policy))
+            delete_old_checkpoints(run_dir, SimpleNamespace(step=step, best_step=best), CheckpointConfig(**policy))
             files = {path.name: path.read_text() for path in (run_dir / "checkpoints").iterdir() if path.is_file()}
             assert files == {"latest": f"step-{step:08}\n", "best": f"step-{best:08}\n"}
             assert steps_of(run_dir) == expected

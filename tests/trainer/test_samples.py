@@ -6,9 +6,9 @@ from test_resume import assert_same_run
 from common.settings import decode
 from data.chat import ChatTokenizer
 from data.tokenizer import BytesConfig, build_tokenizer
-from runtime.checkpoint import newest
+from runtime.checkpoint import find_newest
 from trainer.loop import fit
-from trainer.samples import read_prompt
+from trainer.records.samples import read_prompt
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -36,7 +36,7 @@ def test_samples_are_printed_and_written_and_training_stays_as_it_is(tiny, tmp_p
     assert list(found) == ["3", "6"]
     assert all(text.startswith(PROMPT) and len(text) > len(PROMPT) + 50 for text in found.values())
     assert 'step 3 writes:\n  | def f("é", [\n  | ' in out
-    plain, run = (newest(tmp_path / name) for name in ("plain", "run"))
+    plain, run = (find_newest(tmp_path / name) for name in ("plain", "run"))
     for name in ("model", "optimizer", "random"):
         assert (plain / f"{name}.safetensors").read_bytes() == (run / f"{name}.safetensors").read_bytes()
 

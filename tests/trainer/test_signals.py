@@ -14,7 +14,7 @@ from test_resume import assert_same_run, metrics
 import trainer.signals
 import trainer.step
 from common.exits import AGAIN
-from runtime.checkpoint import newest, open_checkpoint
+from runtime.checkpoint import find_newest, open_checkpoint
 from trainer.loop import fit
 from trainer.signals import StopSignals
 
@@ -87,7 +87,7 @@ def test_a_signal_ends_a_long_step_between_its_micro_batches_and_no_bit_changes(
 @pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_after_the_same_step(args, tmp_path):
     results = ranks.run(2, "-c", stopped_after_step_5(1, signal.SIGUSR1), *args, status=AGAIN)
-    step = newest(tmp_path / "run").name
+    step = find_newest(tmp_path / "run").name
     assert f"another process was asked to stop: step {int(step[5:])} of 100 is saved" in results[0].out
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from ranks import IN_STEP, ROOT, Result, environment, lines_in
 
-from trainer.run_dir import own_run
+from trainer.records.run_dir import own_run
 
 SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"
 

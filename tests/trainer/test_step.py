@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.gpt import GPT
-from runtime.device import Runtime
+from runtime.device import Compute
 from runtime.distributed import World
 from trainer.step import SummedLoss, train_step
 
@@ -44,8 +44,8 @@ def test_a_step_waits_for_the_device_once(tiny, grad_clip, monkeypatch):
     optimizer = config.optim.build(gpt)
     batches = [(torch.zeros(2, 16, dtype=torch.int64), torch.zeros(2, 16, dtype=torch.int64)) for _ in range(3)]
     with Waits() as waits:
-        runtime = Runtime(torch.device("cpu"), torch.float32)  # asked for autocast only
-        result = train_step(SummedLoss(gpt), optimizer, batches, runtime, World(device), grad_clip=grad_clip)
+        compute = Compute(torch.device("cpu"), torch.float32)  # asked for autocast only
+        result = train_step(SummedLoss(gpt), optimizer, batches, compute, World(device), grad_clip=grad_clip)
     assert waits.reads == [(3,)]
     assert waits.blocking_copies == []
     assert (result.loss, result.grad_norm, result.stop) == (1, 1, True)

@@ -8,7 +8,7 @@ import torch
 from faults import metrics
 from safetensors.torch import load_file
 
-from runtime.checkpoint import newest
+from runtime.checkpoint import find_newest
 
 TORCHRUN = ["-m", "torch.distributed.run"]
 
@@ -123,4 +123,4 @@ def test_two_agents_end_with_the_weights_of_one_process(command, run_process, ar
     agent = [*TORCHRUN, *rendezvous, "--nproc_per_node=1", "train.py", *args]
     run_process(agent, agent)
     assert_same_steps(tmp_path / "one", tmp_path / "run", tolerance=1e-9)
-    assert_same_checkpoint(newest(tmp_path / "one"), newest(tmp_path / "run"), tolerance=1e-9)
+    assert_same_checkpoint(find_newest(tmp_path / "one"), find_newest(tmp_path / "run"), tolerance=1e-9)

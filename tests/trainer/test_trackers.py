@@ -9,7 +9,7 @@ import ranks
 from test_metrics import read_metrics
 
 from common import exits
-from runtime.checkpoint import newest
+from runtime.checkpoint import find_newest
 from trainer.loop import fit
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -139,7 +139,7 @@ def test_trackers_at_once_each_get_some_lines_and_metrics_jsonl_has_every_step(t
     fake = wandb()
     both = {"tracker": {"wandb": {"every": 3}, "tensorboard": {"every": 2}}, "eval.prompt": "def f(\n    x"}
     fit(tiny(both | {"stop_at": 5, "checkpoint.every": 4}))
-    shutil.rmtree(newest(tiny().run_dir))
+    shutil.rmtree(find_newest(tiny().run_dir))
     fit(tiny(both))
     lines = read_metrics(tiny().run_dir / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 3, 4, 5, 6, 6]

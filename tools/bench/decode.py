@@ -12,7 +12,7 @@ from common.settings import JsonDict
 from model.gpt import GPT, GPTState
 from model.graphs import DecodingStep
 from model.state import state_bytes
-from runtime.device import open_runtime
+from runtime.device import choose_compute
 from tools.bench.harness import in_turn, seconds_of
 from tools.bench.train import config_of
 
@@ -31,7 +31,7 @@ def measure(options: Any) -> list[JsonDict]:
     torch.manual_seed(0)
     for name in options.models:
         config = config_of([f"model={name}", *overrides], room, 1)
-        gpt = GPT(config.model).to(open_runtime(config.runtime).device)
+        gpt = GPT(config.model).to(choose_compute(config.runtime).device)
         for position in positions:
             say(f"{name} reads {position:,} tokens ...")
             state = state_after(gpt, position)

@@ -16,7 +16,7 @@ from common.console import say
 from common.numbers import ceil_div
 from common.settings import JsonDict, UserError, decode
 from model.gpt import GPT
-from runtime.device import Runtime, compile_blocks, compiles, open_runtime, peak_flops
+from runtime.device import Compute, choose_compute, compile_blocks, peak_flops, should_compile
 from runtime.distributed import World
 from tools.bench.harness import composed, in_own_process, in_turn, seconds_of
 from trainer.config import TrainConfig
@@ -86,7 +86,7 @@ def measure_steps(config: TrainConfig, nanogpt: Path | None, steps: int) -> Meas
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if torch.cuda.is_initialized():
         peak_bytes = torch.cuda.max_memory_allocated()
-    peak = peak_flops(training.runtime.device, training.runtime.dtype)
+    peak = peak_flops(training.compute.device, training.compute.dtype)
     share = None if peak is None else training.flops_per_token / peak
     return Measured(seconds[_WARM_UP:], peak_bytes / 1e9, share)
 
@@ -104,20 +104,20 @@ class Training:
     """Takes training steps of a run on one micro-batch: `sequences` sequences of random tokens."""
 
     def __init__(self, config: TrainConfig, sequences: int, nanogpt: Path | None = None) -> None:
-        self.runtime = open_runtime(config.runtime)
+        self.compute = choose_compute(config.runtime)
         self._grad_clip = config.optim.grad_clip
         torch.manual_seed(config.seed)
         if nanogpt is None:
-            model = _ours(config, self.runtime)
+            model = _ours(config, self.compute)
         else:
-            model = _nanogpt(nanogpt, config, self.runtime)
+            model = _nanogpt(nanogpt, config, self.compute)
         self.summed_loss, self._optimizer, self.flops_per_token = model
         generator = torch.Generator().manual_seed(config.seed)
         shape = (sequences, config.seq_len + 1)
         ids = torch.randint(config.model.n_vocab, shape, generator=generator)
         token_ids = ids[:, :-1].contiguous()
         targets = ids[:, 1:].contiguous()
-        if self.runtime.device.type == "cuda":
+        if self.compute.device.type == "cuda":
             # As in a run: the GPU would be waited for, also with slices.
             token_ids = token_ids.pin_memory()
             targets = targets.pin_memory()
@@ -126,7 +126,7 @@ class Training:
     def step(self) -> None:
         """Take a step of one micro-batch."""
         train_step(
-            self.summed_loss, self._optimizer, self.batch, self.runtime, grad_clip=self._grad_clip
+            self.summed_loss, self._optimizer, self.batch, self.compute, grad_clip=self._grad_clip
         )
 
 
@@ -141,21 +141,21 @@ def measure_rate(config: TrainConfig, micro_batch: int) -> float:
     return micro_batch * config.seq_len / statistics.median(seconds[_WARM_UP:])
 
 
-def _ours(config: TrainConfig, runtime: Runtime) -> tuple[Any, Any, int]:
+def _ours(config: TrainConfig, compute: Compute) -> tuple[Any, Any, int]:
     """Return the model's loss, its optimizer, and FLOPs a token."""
     eot_id = config.data.reset_at(config.model.n_vocab - 1)  # in random tokens any id will do
-    gpt = GPT(config.model, eot_id).to(runtime.device, runtime.param_dtype)
+    gpt = GPT(config.model, eot_id).to(compute.device, compute.param_dtype)
     gpt.recompute = config.runtime.recompute
-    optimizer = config.optim.build(gpt, World(runtime.device), runtime.dtype)
-    compile_blocks(gpt, compiles(config.runtime, runtime))
+    optimizer = config.optim.build(gpt, World(compute.device), compute.dtype)
+    compile_blocks(gpt, should_compile(config.runtime, compute))
     return SummedLoss(gpt), optimizer, gpt.flops_per_token(config.seq_len)
 
 
-def _nanogpt(folder: Path, config: TrainConfig, runtime: Runtime) -> tuple[Any, Any, int]:
+def _nanogpt(folder: Path, config: TrainConfig, compute: Compute) -> tuple[Any, Any, int]:
     """Return the same of nanoGPT, with the optimizer of its train.py."""
-    model = NanoGPT(folder, config).to(runtime.device, runtime.param_dtype)
-    optimizer = model.gpt.configure_optimizers(0.1, 6e-4, (0.9, 0.95), runtime.device.type)
-    if compiles(config.runtime, runtime):
+    model = NanoGPT(folder, config).to(compute.device, compute.param_dtype)
+    optimizer = model.gpt.configure_optimizers(0.1, 6e-4, (0.9, 0.95), compute.device.type)
+    if should_compile(config.runtime, compute):
         model.compile()
     return model, optimizer, model.flops_per_token
 

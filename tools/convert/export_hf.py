@@ -16,7 +16,7 @@ from common.settings import JsonDict, UserError, decode
 from data.chat import ChatTokenizer
 from data.tokenizer import Tokenizer
 from model.gpt import GPT, GPTConfig
-from runtime.checkpoint import load_model, open_model
+from runtime.checkpoint import MODEL_FILES, load_model, open_checkpoint
 from runtime.state import TrainState
 from runtime.tensor_file import save_file
 from tools.convert.hf_tokenizer import tokenizer_files
@@ -35,7 +35,7 @@ def export(checkpoint: Path, out_dir: Path) -> None:
     is_empty_folder = out_dir.is_dir() and not any(out_dir.iterdir())
     if out_dir.exists() and not is_empty_folder:
         raise UserError(f"{out_dir} exists and is not empty: choose another folder, or remove it")
-    opened = open_model(checkpoint)
+    opened = open_checkpoint(checkpoint, MODEL_FILES)
     gpt, tokenizer = load_model(opened)
     temp_dir = out_dir.absolute().with_name(f".{out_dir.absolute().name}.export")
     make_directory(temp_dir, "out_dir")

@@ -18,7 +18,7 @@ from data.shards import TOKENIZER
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
 from runtime.checkpoint import FLOATS
-from runtime.tensor_file import read_header, read_tensors
+from runtime.tensor_file import load_tensors, read_header
 from tools.convert.hf_tokenizer import read_tokenizer_json
 from tools.convert.hugging_face.gpt2 import PREFIX, gpt2_name, read_gpt2_config, turned
 from tools.convert.new_run import begin_with
@@ -114,7 +114,7 @@ def _weights(path: Path, gpt: GPT) -> dict[str, Tensor]:
             mask = f"{prefix}h.{layer}.attn.{name}"
             if mask in stored_names:
                 expected[mask] = (shape, _MASK_TYPES)
-    stored = read_tensors([path], expected)
+    stored = load_tensors([path], expected)
     weights = {}
     for name, stored_name in stored_name_of.items():
         weight = stored[stored_name]

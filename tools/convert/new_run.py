@@ -6,9 +6,9 @@ from pathlib import Path
 from common.settings import UserError, decode
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
-from runtime.checkpoint import newest, save_checkpoint
+from runtime.checkpoint import find_newest, save_checkpoint
 from runtime.state import NO_DATASET, TrainState
-from trainer.run_dir import check_folder, own_run
+from trainer.records.run_dir import check_folder, own_run
 
 
 def begin_with(
@@ -35,7 +35,7 @@ def begin_with(
     state = decode(TrainState, settings)
     check_folder(run_dir)
     with own_run(run_dir):
-        if newest(run_dir) is not None:
+        if find_newest(run_dir) is not None:
             raise UserError(
                 f"run_dir={run_dir} holds a run: choose another one for the converted model"
             )

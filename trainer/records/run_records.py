@@ -2,17 +2,17 @@
 
 from common.files import write_or_warn
 from common.settings import JsonDict
-from runtime.metrics import MetricsLog, read_metrics
-from trainer.curves import RunCurves, draw_losses
-from trainer.run_dir import write_config
-from trainer.start import Run
-from trainer.trackers import Tracker, open_trackers
+from trainer.records.curves import RunCurves, draw_losses
+from trainer.records.metrics import MetricsLog, read_metrics
+from trainer.records.run_dir import write_config
+from trainer.records.trackers import Tracker, open_trackers
+from trainer.start import TrainingRun
 
 
 class Records:
     """config.json, metrics.jsonl, loss.png, samples.txt, and lines for trackers."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         """Write config.json, and open the others. In other processes, do nothing."""
         self.curves = RunCurves()
         self.log: MetricsLog | None = None
@@ -27,7 +27,7 @@ class Records:
             "micro_batch": run.micro_batch,
             "n_params": run.gpt.n_params(),
             "flops_per_token": run.gpt.flops_per_token(run.config.seq_len),
-            "dtype": str(run.runtime.dtype).removeprefix("torch."),
+            "dtype": str(run.compute.dtype).removeprefix("torch."),
             "tokenizer": run.tokenizer.sha256,
             "dataset_dir": str(run.state.dataset_dir),  # absolute
         }

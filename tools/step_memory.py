@@ -17,7 +17,7 @@ from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
 from model.layers import PRODUCTS, Recompute
 from model.ops import linear_cross_entropy
-from runtime.device import Runtime
+from runtime.device import Compute
 from trainer.config import TrainConfig
 
 _MEASURED_TOKENS = 512
@@ -48,7 +48,7 @@ def step_memory(
     gpt: GPT,
     micro_batch: int,
     seq_len: int,
-    runtime: Runtime,
+    compute: Compute,
     n_device: int = 1,
     fsdp: bool = False,
     recompute: Recompute = "none",
@@ -65,15 +65,15 @@ def step_memory(
 
     Args:
         gpt: may be on the meta device.
-        runtime: of the training; its device need not exist.
+        compute: of the training; its device need not exist.
         accumulated: whether a step has several micro-batches; matters for several devices only.
         means: numbers of the optimizer's state for each parameter.
     """
-    wide = runtime.param_dtype.itemsize
-    narrow = runtime.dtype.itemsize
-    seq_len = min(seq_len, runtime.sequence_chunk or seq_len)
+    wide = compute.param_dtype.itemsize
+    narrow = compute.dtype.itemsize
+    seq_len = min(seq_len, compute.sequence_chunk or seq_len)
     n_tokens = micro_batch * seq_len
-    weights, gradients, gathered = _held_weights(gpt, runtime, n_device, fsdp, accumulated)
+    weights, gradients, gathered = _held_weights(gpt, compute, n_device, fsdp, accumulated)
 
     linear = _linear(gpt)
     if not gpt.config.tied:
@@ -87,14 +87,14 @@ def step_memory(
 
     # The gradients of a layer's input and of its product.
     working_per_token: float = D * wide + max(layer.out_features for layer in linear) * narrow
-    outside, in_blocks = kept_per_token(gpt.config, seq_len, runtime.dtype)
+    outside, in_blocks = kept_per_token(gpt.config, seq_len, compute.dtype)
     if recompute != "none":
         working_per_token += max(in_blocks)
         in_blocks = [float(D * wide) for _ in in_blocks]
     if recompute == "selective":
         for number, block in enumerate(gpt.blocks):
             in_blocks[number] += sum(layer.out_features for layer in _linear(block)) * narrow
-    loss_bytes = _loss_bytes(V, D, n_tokens, runtime)
+    loss_bytes = _loss_bytes(V, D, n_tokens, compute)
     return Memory(
         weights=weights,
         gradients=gradients,
@@ -105,10 +105,10 @@ def step_memory(
 
 
 def _held_weights(
-    gpt: GPT, runtime: Runtime, n_device: int, fsdp: bool, accumulated: bool
+    gpt: GPT, compute: Compute, n_device: int, fsdp: bool, accumulated: bool
 ) -> tuple[int, int, int]:
     """Bytes of a device's weights, of its gradients, and of what fsdp gathers for some time."""
-    wide = runtime.param_dtype.itemsize
+    wide = compute.param_dtype.itemsize
     weights = gpt.n_params() * wide
     if not fsdp:
         is_twice = n_device > 1 and accumulated
@@ -117,34 +117,34 @@ def _held_weights(
     largest_block = max(block_params)
     root = weights - sum(block_params) * wide
     shard = ceil_div(weights, n_device)
-    gathered = root + 2 * largest_block * runtime.dtype.itemsize
+    gathered = root + 2 * largest_block * compute.dtype.itemsize
     if accumulated:
         return shard, shard + weights, gathered + largest_block * wide
     return shard, shard, gathered + root + 2 * largest_block * wide
 
 
-def _loss_bytes(V: int, D: int, n_tokens: int, runtime: Runtime) -> int:
+def _loss_bytes(V: int, D: int, n_tokens: int, compute: Compute) -> int:
     """The logits of some tokens, with the loss's intermediate results."""
-    wide = runtime.param_dtype.itemsize
-    narrow = runtime.dtype.itemsize
+    wide = compute.param_dtype.itemsize
+    narrow = compute.dtype.itemsize
     weight_copy = V * D * narrow if narrow < wide else 0
-    most_logits = linear_cross_entropy.CHUNK[runtime.device.type] // narrow
+    most_logits = linear_cross_entropy.CHUNK[compute.device.type] // narrow
     logits = V * min(n_tokens, max(1, most_logits // V))
-    most_in_float32 = most_logits // linear_cross_entropy.ROW_CHUNKS[runtime.device.type]
+    most_in_float32 = most_logits // linear_cross_entropy.ROW_CHUNKS[compute.device.type]
     in_float32 = 3 * min(logits, most_in_float32) * wide
     # The weight, and its gradient, in the type of products.
     return logits * narrow + weight_copy + max(weight_copy, in_float32)
 
 
 def memory_of(
-    gpt: GPT, config: TrainConfig, runtime: Runtime, n_device: int, micro_batch: int
+    gpt: GPT, config: TrainConfig, compute: Compute, n_device: int, micro_batch: int
 ) -> Memory:
     """The memory of a run's step: see step_memory."""
     return step_memory(
         gpt,
         micro_batch,
         config.seq_len // config.runtime.context_parallel,
-        runtime,
+        compute,
         n_device,
         fsdp=config.runtime.strategy == "fsdp",
         recompute=config.runtime.recompute,
@@ -173,7 +173,7 @@ def kept_per_token(
 
     layers = config.layers
     first = measured(layers[0])
-    input_bytes = config.n_embd * Runtime(torch.device("cpu"), dtype).param_dtype.itemsize
+    input_bytes = config.n_embd * Compute(torch.device("cpu"), dtype).param_dtype.itemsize
     outside = measured(layers[0], recompute="block") - input_bytes
     in_blocks = [first - outside]
     for layer in layers[1:]:
@@ -184,13 +184,13 @@ def kept_per_token(
 @cache
 def _measured(config_json: str, n_tokens: int, dtype: torch.dtype, recompute: Recompute) -> float:
     """Bytes that each further token keeps in a model of this configuration on the CPU."""
-    runtime = Runtime(torch.device("cpu"), dtype)
+    compute = Compute(torch.device("cpu"), dtype)
     with torch.random.fork_rng(devices=[]):
-        gpt = GPT(GPTConfig.model_validate_json(config_json)).to(runtime.param_dtype)
+        gpt = GPT(GPTConfig.model_validate_json(config_json)).to(compute.param_dtype)
     gpt.recompute = recompute
     # A single sequence can need fewer copies; the third adds as much as every further one.
-    kept_of_two = _kept(gpt, torch.zeros(2, n_tokens, dtype=torch.int64), runtime)
-    kept_of_three = _kept(gpt, torch.zeros(3, n_tokens, dtype=torch.int64), runtime)
+    kept_of_two = _kept(gpt, torch.zeros(2, n_tokens, dtype=torch.int64), compute)
+    kept_of_three = _kept(gpt, torch.zeros(3, n_tokens, dtype=torch.int64), compute)
     return (kept_of_three - kept_of_two) / n_tokens
 
 
@@ -207,7 +207,7 @@ class _NoProducts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _kept(gpt: GPT, ids: Tensor, runtime: Runtime) -> int:
+def _kept(gpt: GPT, ids: Tensor, compute: Compute) -> int:
     """Bytes that a forward pass keeps for its backward pass, without the weights."""
     # Each storage once, by address: no address is reused while all tensors are held.
     kept: dict[int, Tensor] = {}
@@ -218,7 +218,7 @@ def _kept(gpt: GPT, ids: Tensor, runtime: Runtime) -> int:
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with hooks, runtime.autocast(), _NoProducts():
+    with hooks, compute.autocast(), _NoProducts():
         gpt.summed_loss(ids, ids)
     weights = {p.untyped_storage().data_ptr() for p in gpt.parameters()}
     return sum(

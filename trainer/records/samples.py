@@ -12,7 +12,7 @@ from common.settings import UserError
 from data.chat import ChatTokenizer
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
-from runtime.device import Runtime, is_compiled
+from runtime.device import Compute, is_compiled
 from runtime.distributed import World
 
 _TOKENS = 100
@@ -40,8 +40,8 @@ def read_prompt(prompt: str, tokenizer: Tokenizer, max_len: int | None) -> tuple
 
 
 @torch.no_grad()
-def sample(
-    gpt: GPT, prompt: str, tokenizer: Tokenizer, runtime: Runtime, world: World, seed: int
+def sample_text(
+    gpt: GPT, prompt: str, tokenizer: Tokenizer, compute: Compute, world: World, seed: int
 ) -> str:
     """Return a prompt and at most 100 tokens that follow. Every process must call this.
 
@@ -59,7 +59,7 @@ def sample(
     # Compiling for texts of every length would take minutes.
     with torch.compiler.set_stance("force_eager") if is_compiled(gpt) else nullcontext():
         while len(drawn) < room:
-            with runtime.autocast():
+            with compute.autocast():
                 logits, state = gpt(ids, state, return_state=True)
             weights = (logits[0, -1, : tokenizer.n_vocab].double().cpu() / _TEMPERATURE).softmax(-1)
             token = end  # where a model's numbers are broken, its text ends

@@ -11,10 +11,10 @@ from data.mixture import epochs, warn_of_epochs
 from model.attention import AttentionConfig
 from runtime.device import is_compiled
 from trainer.mup import ratios
-from trainer.start import Run
+from trainer.start import TrainingRun
 
 
-def announce(run: Run, last: tuple[int, float] | None) -> None:
+def announce_run(run: TrainingRun, last: tuple[int, float] | None) -> None:
     """Print what will be trained, and warn if the learning rate jumps, as with another max_steps.
 
     Args:
@@ -44,11 +44,11 @@ def announce(run: Run, last: tuple[int, float] | None) -> None:
     warn(jump)
 
 
-def _n_epochs(run: Run) -> float:
+def _n_epochs(run: TrainingRun) -> float:
     return run.config.last_step * run.config.batch_size / len(run.batches.rows)
 
 
-def start_lines(run: Run) -> list[str]:
+def start_lines(run: TrainingRun) -> list[str]:
     """What is trained on what, for how long, where, and what is kept, without settings' names."""
     return [
         f"model     {_model(run)}",
@@ -60,7 +60,7 @@ def start_lines(run: Run) -> list[str]:
     ]
 
 
-def _model(run: Run) -> str:
+def _model(run: TrainingRun) -> str:
     model = run.config.model
     layers = Counter(_attention(layer) for layer in model.layers)
     attention = ", ".join(layers)
@@ -76,7 +76,7 @@ def _attention(layer: AttentionConfig) -> str:
     return f"{layer.name.replace('_', '-')} attention{forgets}"
 
 
-def _data(run: Run) -> str:
+def _data(run: TrainingRun) -> str:
     config = run.config
     n_tokens = run.batches.rows.stream.n_tokens
     n_read = config.tokens(config.last_step)
@@ -91,7 +91,7 @@ def _data(run: Run) -> str:
     return f"{corpus}{packed}; training reads {n_read:,} tokens, {epochs(_n_epochs(run))}{mixed}"
 
 
-def _batch(run: Run) -> str:
+def _batch(run: TrainingRun) -> str:
     config = run.config
     at_once = min(run.micro_batch, config.share_of(run.world.size))
     where = " in each process" if run.group.count > 1 else ""
@@ -99,7 +99,7 @@ def _batch(run: Run) -> str:
     return f"{config.tokens(1):,} tokens a step: {sequences}, {at_once:,} at a time{where}"
 
 
-def _schedule(run: Run) -> str:
+def _schedule(run: TrainingRun) -> str:
     config = run.config
     schedule = config.schedule
     last = config.max_steps
@@ -128,8 +128,8 @@ def _schedule(run: Run) -> str:
     return f"{steps} of {optimizer}; the learning rate {', then '.join(course)}{scaled}"
 
 
-def _device(run: Run) -> str:
-    device = run.runtime.shared_by(run.world.size)
+def _device(run: TrainingRun) -> str:
+    device = run.compute.shared_by(run.world.size)
     if is_compiled(run.summed_loss):
         device += ", compiled"
     if run.config.runtime.strategy == "fsdp":
@@ -139,7 +139,7 @@ def _device(run: Run) -> str:
     return device
 
 
-def _kept(run: Run) -> str:
+def _kept(run: TrainingRun) -> str:
     config = run.config
     windows = run.windows
     rows = windows.all_rows

@@ -11,9 +11,9 @@ from model.attention import ATTENTION
 from model.gpt import GPT, GPTConfig
 from model.ops import linear_cross_entropy
 from model.ops.log_attention import chunked
-from runtime.device import Runtime
-from trainer import memory
-from trainer.memory import step_memory
+from runtime.device import Compute
+from tools import step_memory as memory
+from tools.step_memory import step_memory
 from trainer.optim import AdamWConfig
 from trainer.step import SummedLoss
 
@@ -61,8 +61,8 @@ def saved_bytes(gpt, dtype):
     return sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in weights)
 
 
-def runtime(dtype, device="cpu"):
-    return Runtime(torch.device(device), dtype)
+def compute(dtype, device="cpu"):
+    return Compute(torch.device(device), dtype)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def runtime(dtype, device="cpu"):
 )
 def test_activations_are_what_autograd_saves(attention, block, position, dtype):
     config = config_of(attention, block, position)
-    predicted = step_memory(on_meta(config), B, T, runtime(dtype)).activations
+    predicted = step_memory(on_meta(config), B, T, compute(dtype)).activations
     # Left out are rotary angles, a few numbers a position for all sequences, and the like.
     assert predicted == pytest.approx(saved_bytes(GPT(config), dtype), rel=0.02)
 
@@ -80,7 +80,7 @@ def test_activations_of_a_modern_model_are_what_autograd_saves(dtype):
     parts = {"norm": "rms", "bias": False, "tied": False, "logit_cap": 15.0}
     attention = {"name": "softmax", "qk_norm": True}
     config = config_of(attention, {"name": "mlp", "activation": "relu2"}, "rotary", **parts)
-    predicted = step_memory(on_meta(config), B, T, runtime(dtype)).activations
+    predicted = step_memory(on_meta(config), B, T, compute(dtype)).activations
     assert predicted == pytest.approx(saved_bytes(GPT(config), dtype), rel=0.02)
 
 
@@ -130,13 +130,13 @@ def test_the_peak_is_what_torch_allocates(attention, block, changes, dtype, accu
     monkeypatch.setitem(linear_cross_entropy.CHUNK, "cpu", 2**25)
     monkeypatch.setattr(chunked, "STEP", 2**16)  # some MB for an operator at work, which count in small models only
     config = config_of(attention, block, **changes)
-    predicted = step_memory(on_meta(config), B, T, runtime(dtype)).peak
+    predicted = step_memory(on_meta(config), B, T, compute(dtype)).peak
     assert predicted == pytest.approx(allocated_peak(GPT(config), dtype, accumulated), rel=0.15)
 
 
 def test_processes_share_or_send():
     gpt = on_meta(config_of(n_layer=6))
-    cuda = runtime(torch.bfloat16, "cuda")
+    cuda = compute(torch.bfloat16, "cuda")
     one, ddp = (step_memory(gpt, 1, T, cuda, n) for n in (1, 4))
     assert one == step_memory(gpt, 1, T, cuda, 4, accumulated=False)  # gradients are sent from where they are
     parts = step_memory(gpt, 1, T, cuda, 4, fsdp=True)

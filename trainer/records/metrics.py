@@ -42,10 +42,6 @@ class MetricsLog:
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
-    def sync(self) -> None:
-        """Put every line on disk."""
-        os.fsync(self._file)
-
     def close(self) -> None:
         """Close the file."""
         os.close(self._file)

@@ -1,0 +1,1 @@
+"""What a run records beside its checkpoints, and what it prints."""
