@@ -11,7 +11,7 @@ from data.loader import EvalBatches
 from model.attention.log_space import LogSpaceAttention
 from model.gpt import GPT
 from model.ops.custom import accumulation_dtype
-from model.ops.log_attention.naive import KEY, QUERY, VALUE
+from model.ops.log_attention.naive_attention import KEY, QUERY, VALUE
 from runtime.device import Runtime
 
 _TOKENS = 4096

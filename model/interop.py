@@ -8,7 +8,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from common.settings import UserError, decode
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 
 # Our names of modules -> names in the published code; {} is the layer's number.
 _PUBLISHED_NAMES = {

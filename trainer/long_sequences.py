@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from model.gpt import GPTState
-from model.state import restored, tensors_of
+from model.state_trees import restored, tensors_of
 from runtime.device import Runtime
 from runtime.distributed import SequenceGroup, World
 

@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid, sigmoid, silu
 from common.settings import Settings
 from model.layers import FusedLinear, Linear, RMSNorm
 from model.ops.custom import CHUNK
-from model.ops.sparse_attention.naive import masked_attention
+from model.ops.sparse_attention.masked_attention import masked_attention
 from model.position import NO_POSITIONS, Positions, Rotation, rotate
 
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -185,7 +185,7 @@ class Attention(nn.Module):
         follow, else None.
 
         `state` is what an earlier call returned for the tokens before these. A state is a value:
-        the call does not change it, and model/state.py batches the rows of several states.
+        the call does not change it, and model/state_trees.py batches the rows of several states.
 
         Raises:
             ValueError: documents start, and there is a state, or one is wanted, and the mechanism

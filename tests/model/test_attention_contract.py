@@ -21,9 +21,10 @@ from common.settings import UserError, decode, variant_names
 from inference.sampling import SamplingConfig
 from model.attention import ATTENTION, AttentionConfig
 from model.attention.base import AttentionSettings
-from model.gpt import GPT, GPTConfig, GPTState
+from model.config import GPTConfig
+from model.gpt import GPT, GPTState
 from model.position import Positions, RotaryPosition
-from model.state import cat_states, restored, select_rows, state_bytes, tensors_of
+from model.state_trees import cat_states, restored, select_rows, state_bytes, tensors_of
 
 N_EMBD, N_HEAD, HEAD_DIM = 24, 4, 6
 OWN = {  # settings with which short texts meet what sets a mechanism apart; all others: its defaults

@@ -15,7 +15,8 @@ SCRIPT = """
 import json, sys
 import torch
 from common.settings import decode
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from trainer.long_sequences import share_sequences
 from runtime.distributed import SequenceGroup, join_world
 

@@ -11,7 +11,8 @@ from test_torchrun import assert_same_steps
 from torch import nn
 
 from common.settings import UserError, decode
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from runtime.checkpoint import newest, open_checkpoint
 from runtime.device import Runtime, RuntimeConfig
 from runtime.distributed import World

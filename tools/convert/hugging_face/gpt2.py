@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from common.settings import Settings, UserError, decode
-from model.gpt import GPTConfig
+from model.config import GPTConfig
 from model.interop import name_elsewhere
 
 _NAMES = {
