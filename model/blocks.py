@@ -36,8 +36,12 @@ class Block(nn.Module):
     """A residual block: attention, and what computes with its result."""
 
     attention: Attention
-    residual: Callable[[Tensor, Any, Positions, bool], tuple[Tensor, Any]]
-    """Computes `forward`, keeping all activations for the backward pass."""
+
+    def residual(
+        self, x: Tensor, state: Any, positions: Positions, return_state: bool
+    ) -> tuple[Tensor, Any]:
+        """Compute `forward`, keeping all activations for the backward pass."""
+        raise NotImplementedError
 
     def forward(
         self,

@@ -1,6 +1,5 @@
 """The architecture: the settings of blocks, and GPTConfig."""
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -119,64 +118,62 @@ class GPTConfig(Settings):
                 f"attention_pattern has {n_items} items for n_layer={self.n_layer}: "
                 "use at most one for each layer"
             )
-        self._check_layers(self._check_attention)
+        for key, layer in self._layers_by_key().items():
+            mismatch = layer.mismatch(self.n_head, self.head_features)
+            if self.position.name == "rotary":
+                if not layer.traits.rotary:
+                    mismatch = (
+                        f"rotary positions do not help {layer.name}: "
+                        "use position log_recurrence, learned or none"
+                    )
+                elif self.head_features % 2:
+                    mismatch = (
+                        "rotary positions turn pairs of features: "
+                        f"use an even number, not {self.head_features}"
+                    )
+            if mismatch is not None:
+                raise ValueError(f"{key}: {mismatch}")
         return self
-
-    def _check_attention(self, layer: AttentionConfig) -> None:
-        """Raise ValueError if a layer's mechanism does not fit the other settings."""
-        layer.check(self.n_head, self.head_features)
-        if self.position.name != "rotary":
-            return
-        if not layer.suits_rotary:
-            raise ValueError(
-                f"rotary positions do not help {layer.name}: "
-                "use position log_recurrence, learned or none"
-            )
-        if self.head_features % 2:
-            raise ValueError(
-                "rotary positions turn pairs of features: "
-                f"use an even number, not {self.head_features}"
-            )
 
     def check_documents(self) -> None:
         """Raise ValueError if the attention of a layer cannot keep documents apart."""
-        self._check_layers(lambda layer: layer.check_documents())
+        for key, layer in self._layers_by_key().items():
+            if not layer.traits.documents:
+                raise ValueError(
+                    f"{key}: {layer.name}'s global tokens are the first of a window, not of a "
+                    "document: use another attention with data.document_reset=true or "
+                    "data.loss=answers"
+                )
 
     def check_constant_state(self, setting: str, from_empty: bool = False) -> None:
         """Raise ValueError if the state grows with the text, and so does not fit `setting`.
 
         Args:
-            from_empty: whether the state must have its size before the first token, too:
-                `initial_state` is needed.
+            from_empty: whether the state must have its size before the first token, too.
         """
         if self.max_len is not None:
             raise ValueError(
                 f"position: {setting} needs more than {self.max_len} learned positions: use others"
             )
-        names: list[str] = []
-        for mechanism in ATTENTION:
-            lacks_state = from_empty and not mechanism.has_empty_state
-            if mechanism.constant_state and not lacks_state:
-                names += variant_names(mechanism)
-
-        def check(layer: AttentionConfig) -> None:
-            if layer.name not in names:
+        allowed = ("fixed",) if from_empty else ("bounded", "fixed")
+        for key, layer in self._layers_by_key().items():
+            if layer.traits.state not in allowed:
+                fitting = [kind for kind in ATTENTION if kind.traits.state in allowed]
+                names = ", ".join(name for kind in fitting for name in variant_names(kind))
                 raise ValueError(
-                    f"{setting} needs a state of one size, and that of {layer.name} grows: "
-                    f"use {', '.join(names)}"
+                    f"{key}: {setting} needs a state of one size, and that of {layer.name} grows: "
+                    f"use {names}"
                 )
 
-        self._check_layers(check)
+    @property
+    def has_constant_state(self) -> bool:
+        """Whether the state has one size, whatever the number of tokens."""
+        return self.max_len is None and all(x.traits.state != "grows" for x in self.layers)
 
-    def _check_layers(self, check: Callable[[AttentionConfig], None]) -> None:
-        layers = {"attention": self.attention}
-        if self.attention_pattern:
-            layers = {f"attention_pattern.{i}": x for i, x in enumerate(self.attention_pattern)}
-        for key, layer in layers.items():
-            try:
-                check(layer)
-            except ValueError as error:
-                raise ValueError(f"{key}: {error}") from None
+    def _layers_by_key(self) -> dict[str, AttentionConfig]:
+        if not self.attention_pattern:
+            return {"attention": self.attention}
+        return {f"attention_pattern.{i}": layer for i, layer in enumerate(self.attention_pattern)}
 
     @property
     def n_vocab_padded(self) -> int:

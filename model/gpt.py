@@ -26,11 +26,6 @@ class GPTState(NamedTuple):
     ngrams: NGramState | None = None
 
 
-def call_layer(module: nn.Module, *args: Any, **options: Any) -> Any:
-    """Call a module: (module, x, state, ...) -> (x, ..., state)."""
-    return module(*args, **options)
-
-
 class GPT(nn.Module):
     """A GPT language model. `state_dict()` holds only parameters; state is passed and returned."""
 
@@ -49,9 +44,6 @@ class GPT(nn.Module):
             config.check_documents()
         self.config = config
         self.eot_id = eot_id
-        constant_layers = all(layer.constant_state for layer in config.layers)
-        self.constant_state = constant_layers and config.max_len is None
-        """Whether the state has one size, whatever the number of tokens."""
         self.recompute: Recompute = "none"
         """What a backward pass computes again instead of keeping it: of blocks, and of reading the
         n-grams' memory."""
@@ -134,16 +126,10 @@ class GPT(nn.Module):
         token_ids: Tensor,
         state: GPTState | None = None,
         return_state: bool = False,
-        call_layer: Callable[..., Any] = call_layer,
     ) -> tuple[Tensor, GPTState]:
         """Return the output layer's input, (B, T, n_embd), and the state.
 
-        Without `return_state` the returned state is incomplete.
-
-        Args:
-            token_ids, state, return_state: those of `forward`.
-            call_layer: calls a module with a state; context parallelism receives and sends the
-                state around the call.
+        Arguments are those of `forward`. Without `return_state` the returned state is incomplete.
 
         Raises:
             ValueError: T = 0.
@@ -156,9 +142,9 @@ class GPT(nn.Module):
         if self.eot_id is not None:
             starts = token_ids == self.eot_id
             has_state = state is not None or return_state
-            if has_state and not self.constant_state:
+            if has_state and not self.config.has_constant_state:
                 return self._by_documents(token_ids, starts, state)
-        return self._features(token_ids, starts, state, return_state, call_layer)
+        return self._features(token_ids, starts, state, return_state)
 
     def _features(
         self,
@@ -166,7 +152,6 @@ class GPT(nn.Module):
         starts: Tensor | None,
         state: GPTState | None,
         return_state: bool,
-        call_layer: Callable[..., Any] = call_layer,
     ) -> tuple[Tensor, GPTState]:
         if state is None:
             state = GPTState(None, (None,) * len(self.blocks))
@@ -174,15 +159,15 @@ class GPT(nn.Module):
         x = self.embed(token_ids)  # (B, T, n_embd)
         if self.config.ngrams:
             embed = self.embed.weight
-            x, ngrams = call_layer(self.ngrams, x, ngrams, starts, token_ids, embed, self.recompute)
+            x, ngrams = self.ngrams(x, ngrams, starts, token_ids, embed, self.recompute)
             if not return_state:
                 ngrams = None  # its memory would be held until the loss is computed
-        x, rotation, position = call_layer(self.position, x, position, starts)
+        x, rotation, position = self.position(x, position, starts)
         positions = Positions(rotation, starts)
         states = []
         for block, layer_state in zip(self.blocks, layers, strict=True):
-            x, layer_state = call_layer(
-                block, x, layer_state, positions, self.recompute, return_state=return_state
+            x, layer_state = block(
+                x, layer_state, positions, self.recompute, return_state=return_state
             )
             states.append(layer_state)
         return self.norm(x), GPTState(position, tuple(states), ngrams)
@@ -241,16 +226,14 @@ class GPT(nn.Module):
         targets: Tensor | None,
         state: GPTState | None = None,
         return_state: bool = False,
-        call_layer: Callable[..., Any] = call_layer,
     ) -> Any:
         """The loss to train: the sum of `token_losses`, computed with less memory.
 
         Here padding rows have logits, as in the published code.
 
-        Without targets the loss is None, and only the state is computed. `call_layer` is that of
-        `features`.
+        Without targets the loss is None, and only the state is computed.
         """
-        x, state = self.features(token_ids, state, return_state, call_layer)
+        x, state = self.features(token_ids, state, return_state)
         if targets is None:
             return None, state
         loss = summed_loss(
