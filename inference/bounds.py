@@ -11,7 +11,7 @@ from data.loader import EvalBatches
 from model.attention.log_space import LogSpaceAttention
 from model.gpt import GPT
 from model.ops.custom import accumulation_dtype
-from model.ops.log_attention.naive import KEY, QUERY, VALUE
+from model.ops.log_attention.naive_attention import KEY, QUERY, VALUE
 from runtime.device import Compute
 
 _TOKENS = 4096
@@ -48,7 +48,7 @@ def shares_beyond_bounds(
 def _beyond_bounds(attention: LogSpaceAttention, features: Tensor) -> dict[str, Tensor]:
     """Say which elements of q, k and log_v are beyond the bounds. Keys of -inf are masks."""
     features = features.to(accumulation_dtype(features))
-    q, k, v = attention.project(features, None)  # log-space attention is never rotated
+    q, k, v, *_ = attention.project(features)  # log-space attention is never rotated
     is_masked = k == -torch.inf
     beyond = {
         "q": q - q.amax(-1, keepdim=True) < QUERY[0],

@@ -27,7 +27,7 @@ from inference.generation import Generation, Prefix, Request
 from inference.sampling import NOT_FINITE, SamplingConfig, draw
 from model.gpt import GPT
 from model.graphs import DecodingStep
-from model.state import cat_states, select_rows, state_bytes
+from model.state_trees import cat_states, select_rows, state_bytes
 
 CHUNK = 256
 """Tokens of a prompt that go through the model at once on a CPU."""

@@ -182,7 +182,7 @@ def measure(evaluation: Evaluation, world: World) -> JsonDict:
     byte_lengths = torch.from_numpy(evaluation.loaded.tokenizer.byte_lengths).to(world.device)
     by_set = LossSums(len(set_names), byte_lengths)
     by_position = _PositionSums(windows.seq_len, byte_lengths)
-    chunk = min(windows.seq_len, _WINDOW_CHUNK) if gpt.constant_state else None
+    chunk = min(windows.seq_len, _WINDOW_CHUNK) if gpt.config.has_constant_state else None
     for first, targets, losses in window_losses(
         gpt, windows, config.micro_batch, evaluation.loaded.compute, world, chunk
     ):

@@ -1,24 +1,24 @@
 """Loads published weights, and translates the names of parameters."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from common.settings import UserError, decode
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 
-# Our names of modules -> names in the published code; {} is the layer's number.
-_PUBLISHED_NAMES = {
-    "embed.weight": "embed.weight",
-    "position.dense": "embed_pos.dense",
-    "norm": "lnorm",
-    "blocks.{}.norm": "layers.{}.feedforward1.0",
-    "blocks.{}.attention.qkv": "layers.{}.feedforward1.1",
-    "blocks.{}.gate": "layers.{}.feedforward2.0",
-    "blocks.{}.proj": "layers.{}.feedforward2.2",
+# What our names of parameters have -> what the published code has in its place, one after another.
+_PUBLISHED = {
+    ".attention.qkv.": ".feedforward1.1.",
+    ".norm.": ".feedforward1.0.",
+    ".gate.": ".feedforward2.0.",
+    ".proj.": ".feedforward2.2.",
+    "blocks.": "layers.",
+    "norm.": "lnorm.",
+    "position.": "embed_pos.",
 }
 _SIZES = ("vocab_sz", "d_emb", "n_layers", "n_heads", "d_key", "d_val")
 
@@ -40,8 +40,6 @@ def load_published(path: str | Path) -> GPT:
             tensors = {key.removeprefix("weights/"): file.get_tensor(key) for key in keys}
     except (OSError, SafetensorError, ValueError) as error:
         raise UserError(f"cannot read published weights from {path}: {error}") from None
-    if not isinstance(sizes, dict):
-        sizes = {}
     missing = [size for size in _SIZES if size not in sizes]
     if missing:
         raise UserError(
@@ -80,20 +78,6 @@ def published_config(
 def published_name(ours: str) -> str:
     """Return the published name of one of our parameters: blocks.3.gate.bias ->
     layers.3.feedforward2.0.bias."""
-    return name_elsewhere(ours, _PUBLISHED_NAMES)
-
-
-def name_elsewhere(ours: str, names: Mapping[str, str]) -> str:
-    """Translate the name of one of our parameters by a mapping of module names, where {} is the
-    layer's number.
-
-    Raises:
-        KeyError: the mapping does not contain the parameter's module.
-    """
-    numbers = [word for word in ours.split(".") if word.isdigit()]
-    layer = numbers[0] if numbers else ""
-    for pattern, replacement in names.items():
-        prefix = pattern.format(layer)
-        if f"{ours}.".startswith(f"{prefix}."):
-            return replacement.format(layer) + ours[len(prefix) :]
-    raise KeyError(ours)
+    for before, after in _PUBLISHED.items():
+        ours = ours.replace(before, after)
+    return ours

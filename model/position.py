@@ -21,7 +21,7 @@ from torch.nn.functional import logsigmoid
 from common.settings import Settings
 from model.layers import Embedding, Linear
 from model.ops.custom import accumulation_dtype
-from model.ops.documents import document_positions
+from model.ops.document_masks import document_positions
 from model.ops.log_recurrence import log_recurrence
 
 

@@ -23,7 +23,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from common.console import console, guard_output, print_error, say
 from common.exits import AGAIN
 from common.settings import Settings, UserError, line_for
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from runtime.device import ProcessesConfig
 from runtime.distributed import LAUNCHED_HERE
 

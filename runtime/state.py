@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.settings import Settings, UserError
 from data.mixture import Weights
-from model.gpt import GPTConfig
+from model.config import GPTConfig
 from runtime.tensor_file import Expected
 
 FORMAT_VERSION: Literal[6] = 6

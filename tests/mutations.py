@@ -34,7 +34,7 @@ class Mutation(NamedTuple):
 MUTATIONS = [
     Mutation(
         "gradient-sign",
-        "model/ops/log_attention/chunked.py",
+        "model/ops/log_attention/chunked_attention.py",
         ".div_(norm).neg_()",
         ".div_(norm)",
         "the normalizer's gradient in log-space attention has the wrong sign",

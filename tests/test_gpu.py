@@ -10,7 +10,8 @@ import torch
 from made_on import suspended
 from safetensors.torch import load_file
 
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from runtime.checkpoint import find_newest, load_model
 from tools import doctor
 from trainer.loop import fit

@@ -20,7 +20,8 @@ from data.shards import read_manifest
 from data.tokenizer import read_rank_file
 from inference.evaluate import EvaluateConfig, run_evaluation
 from inference.sample import SampleConfig, run_sampling
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from runtime.checkpoint import find_newest, open_checkpoint
 from runtime.tensor_file import load_tensors
 from trainer.config import TrainConfig

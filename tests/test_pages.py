@@ -14,8 +14,8 @@ from cli import compose
 from common.config_files import CONFIGS, config_file, groups_of
 from common.settings import decode
 from model.gpt import GPT
-from model.ops.log_attention.naive import KEY, QUERY, VALUE
-from model.state import state_bytes
+from model.ops.log_attention.naive_attention import KEY, QUERY, VALUE
+from model.state_trees import state_bytes
 from runtime.gpus import device_by_name
 from tools.plan import PlanConfig, plan
 from trainer.config import TrainConfig

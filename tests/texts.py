@@ -8,9 +8,10 @@ from data.tokenizer import BytesConfig, build_tokenizer
 from inference.engine import CHUNK, read
 from inference.generation import Generation
 from inference.sampling import SamplingConfig, draw
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from model.graphs import DecodingStep
-from model.state import cat_states
+from model.state_trees import cat_states
 
 BYTES = build_tokenizer(BytesConfig(name="bytes"))
 CHAT = ChatTokenizer(BYTES)

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.numbers import ceil_div
 from model.attention import AttentionConfig
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from model.layers import PRODUCTS, Recompute
 from model.ops import linear_cross_entropy
 from runtime.device import Compute

@@ -9,7 +9,8 @@ from common.command_line import changes_of
 from common.console import say
 from common.settings import UserError, differences
 from data.tokenizer import Tokenizer, load_tokenizer
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from runtime.checkpoint import MODEL_FILES, Checkpoint, load_weights, open_checkpoint
 from runtime.distributed import World
 

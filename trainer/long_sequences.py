@@ -14,7 +14,8 @@ computes this one. Gradients of states go the opposite way in the backward pass.
 and L layers, this takes (L + n - 1) / L times as long as if no process ever waited.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from model.gpt import GPTState
-from model.state import restored, tensors_of
+from model.gpt import GPT, GPTState
+from model.state_trees import name_tensors, restore_state
 from runtime.device import Compute
 from runtime.distributed import SequenceGroup, World
 
@@ -90,35 +91,53 @@ def _floats(state: Any) -> list[Tensor]:
     return [x for x in tree_leaves(state) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
-def share_sequences(group: SequenceGroup) -> Callable[..., Any]:
-    """Return the `call_layer` of GPT.features for processes that share sequences.
+@contextmanager
+def share_sequences(gpt: GPT, group: SequenceGroup | None) -> Iterator[None]:
+    """Let the model compute a process's part of sequences that a group shares.
 
-    Each process takes a module's state from the process before it, and passes it to the next. It
-    does so only where gradients are computed: in evaluation, a process computes whole sequences.
+    Each layer takes its state from the process before this one, and passes it to the next. It does
+    so only where gradients are computed: in evaluation, a process computes whole sequences.
     """
-    return partial(_call_in_group, group)
+    layers = [gpt.position, *gpt.blocks]
+    if gpt.config.ngrams:
+        layers.append(gpt.ngrams)
+    with ExitStack() as hooks:
+        if group is not None and group.size > 1 and torch.is_grad_enabled():
+            for layer in layers:
+                for handle in (
+                    layer.register_forward_pre_hook(partial(_receive, group), with_kwargs=True),
+                    layer.register_forward_hook(partial(_send, group)),
+                ):
+                    hooks.callback(handle.remove)
+        yield
 
 
-def _call_in_group(
-    group: SequenceGroup, module: Any, x: Tensor, state: Any, *more: Any, **options: bool
-) -> tuple[Any, ...]:
-    """module(x, state, ...) -> (x, ..., state), with the state of the process before this one.
+def _receive(
+    group: SequenceGroup, layer: Any, inputs: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replace a layer's state by that of the process before this one.
 
     _Receive and _Send also return x, so that the backward pass of x reaches the states.
     """
-    if not torch.is_grad_enabled():
-        return module(x, state, *more, **options)
-    state = module.initial_state(len(x), x.device)  # before the first token
-    like = tensors_of(state)
+    x, _, *more = inputs
+    state = layer.initial_state(len(x), x.device)  # before the first token
     if group.place > 0:
+        like = name_tensors(state)
         x, *received = _Receive.apply(x, group, *like.values())
-        state = restored(state, dict(zip(like, received, strict=True)))
-    options = dict.fromkeys(options, True)  # return_state
-    x, *results, state_after = module(x, state, *more, **options)
-    if group.place < group.size - 1:
-        to_send = [tensor.to(like[name].dtype) for name, tensor in tensors_of(state_after).items()]
-        x = _Send.apply(x, group, *to_send)
-    return x, *results, state_after
+        state = restore_state(state, dict(zip(like, received, strict=True)))
+    return (x, state, *more), dict.fromkeys(options, True)  # return_state
+
+
+def _send(
+    group: SequenceGroup, layer: Any, inputs: tuple[Any, ...], results: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Pass the state after these tokens to the next process."""
+    if group.place == group.size - 1:
+        return results
+    x, *others, state = results
+    like = name_tensors(layer.initial_state(len(x), x.device))
+    to_send = [tensor.to(like[name].dtype) for name, tensor in name_tensors(state).items()]
+    return _Send.apply(x, group, *to_send), *others, state
 
 
 class _Receive(torch.autograd.Function):

@@ -29,7 +29,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from common.settings import Settings, UserError
-from model.gpt import GPT, MLPBlock
+from model.blocks import MLPBlock
+from model.gpt import GPT
 
 
 class TransferConfig(Settings):

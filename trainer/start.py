@@ -16,7 +16,7 @@ from common.settings import JsonDict, UserError, differences
 from data.loader import EvalBatches, TrainBatches, eval_batches, open_rows
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
-from model.gpt import GPT, call_layer
+from model.gpt import GPT
 from runtime.checkpoint import Checkpoint, delete_old_checkpoints
 from runtime.device import Compute, compile_blocks, device_name, should_compile
 from runtime.distributed import SequenceGroup, World
@@ -24,7 +24,6 @@ from runtime.proof import StoredProof, prove_gradients, use_plain_torch
 from runtime.state import FixedSettings, TrainState, seed_process
 from trainer.config import TrainConfig
 from trainer.init_from import load_init_from, open_init_from
-from trainer.long_sequences import share_sequences
 from trainer.micro_batch import choose_micro_batch
 from trainer.mup import scale_weights
 from trainer.optim import named_state
@@ -225,7 +224,7 @@ def build_model(
     with torch.device("meta") if fsdp else contextlib.nullcontext():
         gpt = GPT(config.model, eot_id).to(compute.param_dtype)
     gpt.recompute = config.runtime.recompute
-    summed_loss = SummedLoss(gpt, share_sequences(group) if group.size > 1 else call_layer)
+    summed_loss = SummedLoss(gpt, group)
     compile_blocks(gpt, should_compile(config.runtime, compute))
     wrapped = world.wrap(summed_loss, fsdp, compute.dtype)
     if fsdp:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from common.numbers import ceil_div
 from data.loader import TrainBatches
-from model.gpt import GPT, GPTState, call_layer
+from model.gpt import GPT, GPTState
 from runtime.device import Compute
 from runtime.distributed import SequenceGroup, World
-from trainer.long_sequences import backward_in_chunks
+from trainer.long_sequences import backward_in_chunks, share_sequences
 
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
 """Token ids and targets, int64 (sequences, seq_len); targets below 0 are not counted. Keep them on
@@ -40,11 +40,11 @@ def local_micro_batches(
 class SummedLoss(nn.Module):
     """The loss as a module, so that DDP and torch.compile see one forward pass from ids to loss."""
 
-    def __init__(self, gpt: GPT, call_layer: Callable[..., Any] = call_layer) -> None:
-        """`call_layer` is that of GPT.features."""
+    def __init__(self, gpt: GPT, group: SequenceGroup | None = None) -> None:
+        """`group`: the processes that share sequences; None: each computes whole ones."""
         super().__init__()
         self.gpt = gpt
-        self.call_layer = call_layer
+        self.group = group
 
     def forward(
         self,
@@ -54,7 +54,8 @@ class SummedLoss(nn.Module):
         return_state: bool = False,
     ) -> Any:
         """(B, T) ids and targets -> summed loss in nats, and the state after it if asked for."""
-        return self.gpt.summed_loss(token_ids, targets, state, return_state, self.call_layer)
+        with share_sequences(self.gpt, self.group):
+            return self.gpt.summed_loss(token_ids, targets, state, return_state)
 
 
 class StepResult(NamedTuple):

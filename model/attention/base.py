@@ -11,9 +11,8 @@ from torch.nn.functional import logsigmoid, sigmoid, silu
 
 from common.settings import Settings
 from model.layers import FusedLinear, Linear, RMSNorm
-from model.ops.custom import CHUNK
-from model.ops.sparse_attention.naive import masked_attention
-from model.position import NO_POSITIONS, Positions, Rotation, rotate
+from model.ops.sparse_attention.masked_attention import masked_attention
+from model.position import NO_POSITIONS, Positions, rotate
 
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
@@ -23,28 +22,30 @@ _GATES: dict[str, Callable[[Tensor], Tensor]] = {
 _HORIZONS = (1.5, 500.0)
 
 
+class Traits(NamedTuple):
+    """What a mechanism can do."""
+
+    state: Literal["grows", "bounded", "fixed"] = "grows"
+    """Its size grows with the text, has a bound, or is the same from before the first token on."""
+    rotary: bool = True
+    """Whether rotary positions can be used."""
+    documents: bool = True
+    """Whether documents can be kept apart."""
+
+
 class AttentionSettings(Settings, defaults="attention_parts"):
     """Base of the mechanisms' configurations, with the options that any mechanism can have."""
 
-    constant_state: ClassVar[bool] = False
-    """Whether the state has one size, whatever the number of tokens."""
-    has_empty_state: ClassVar[bool] = True
-    """Whether a state of constant size has that size before the first token, too."""
-    suits_rotary: ClassVar[bool] = True
-    """Whether rotary positions can be used with it."""
+    traits: ClassVar[Traits] = Traits()
     qk_norm: bool
     """Whether queries and keys are divided by their root mean square, after their rotation: it
     keeps the length, so the result is that of the other order."""
     gate: Literal["none", "silu", "sigmoid"]
     """Function of a linear layer's output that multiplies the result before the last projection."""
 
-    mechanism: ClassVar[Callable[..., "Attention"]]
-    """(self, n_embd, n_head, head_dim) -> the module without its options."""
-
-    @property
-    def forgets(self) -> bool:
-        """Whether the module has gates that forget earlier tokens."""
-        return False
+    def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "Attention":
+        """Create the module without its options."""
+        raise NotImplementedError
 
     def build(self, n_embd: int, n_head: int, head_dim: int) -> "Attention":
         """Create the module."""
@@ -52,11 +53,9 @@ class AttentionSettings(Settings, defaults="attention_parts"):
         attention.add_options(self)
         return attention
 
-    def check(self, n_head: int, head_dim: int) -> None:
-        """Raise a ValueError of one line if the mechanism does not fit the model."""
-
-    def check_documents(self) -> None:
-        """Raise a ValueError of one line if the mechanism cannot keep documents apart."""
+    def mismatch(self, n_head: int, head_dim: int) -> str | None:
+        """Return one line that says why the mechanism does not fit the model; None: it does."""
+        return None
 
 
 class ForgettingSettings(AttentionSettings):
@@ -65,10 +64,6 @@ class ForgettingSettings(AttentionSettings):
     decay: Literal["none", "head"]
     """What each token makes a head forget of earlier ones: nothing, or a share."""
 
-    @property
-    def forgets(self) -> bool:
-        return self.decay != "none"
-
 
 class SharedHeadSettings(AttentionSettings):
     """Settings of mechanisms whose query heads can share key and value heads."""
@@ -76,23 +71,26 @@ class SharedHeadSettings(AttentionSettings):
     n_kv_head: int | None = Field(ge=1)
     """Key and value heads, a divisor of n_head; null: n_head; 1: one for all query heads."""
 
-    def check(self, n_head: int, head_dim: int) -> None:
-        """Raise ValueError if the query heads cannot share their key and value heads evenly."""
-        if self.n_kv_head is not None and n_head % self.n_kv_head:
-            divisors = ", ".join(str(n) for n in range(1, n_head + 1) if n_head % n == 0)
-            raise ValueError(
-                f"n_kv_head={self.n_kv_head} does not divide n_head={n_head}: use one of {divisors}"
-            )
+    def mismatch(self, n_head: int, head_dim: int) -> str | None:
+        if self.n_kv_head is None or n_head % self.n_kv_head == 0:
+            return None
+        divisors = ", ".join(str(n) for n in range(1, n_head + 1) if n_head % n == 0)
+        return f"n_kv_head={self.n_kv_head} does not divide n_head={n_head}: use one of {divisors}"
 
 
-class Forgetting(NamedTuple):
-    """What a token no longer sees of the tokens before it."""
+class AttentionInputs(NamedTuple):
+    """What T tokens give to an attention mechanism."""
 
-    log_f: Tensor | None = None
-    """(B, n_head, T, 1): logarithm of the share that a head keeps at a token; -inf: nothing. None:
+    q: Tensor
+    """(B, n_head, T, features)."""
+    k: Tensor
+    """(B, heads, T, features), where heads divides n_head."""
+    v: Tensor
+    """(B, heads, T, features)."""
+    log_f: Tensor | None
+    """(B, n_head, T, 1): logarithm of the share that a head keeps of the tokens before each. None:
     all."""
-    document_starts: Tensor | None = None
-    """(B, T), bool: where documents start; None if `log_f` already encodes it."""
+    positions: Positions
 
 
 class Decay(nn.Module):
@@ -122,26 +120,9 @@ class Attention(nn.Module):
     """Mixes tokens. Owns the projections to queries, keys and values; the block projects the result
     back.
 
-    A mechanism implements `split`, `attend` and `naive_attend`. Mechanisms with more projections
-    override `mix`, and those that rotate results `join`. All mechanisms have the same options.
+    A mechanism implements `split`, `attend` and `naive_attend`, and `initial_state` if its state is
+    fixed. Mechanisms with more projections override `mix`. All mechanisms have the same options.
     """
-
-    split: Callable[[Tensor], Sequence[Tensor]]
-    """(B, T, n_qkv) -> q, k, v (B, heads, T, features); without v, keys are the values too."""
-    attend: Callable[[Tensor, Tensor, Tensor, Forgetting, Any, bool], tuple[Tensor, Any]]
-    """(q, k, v, forgetting, state, return_state) -> results (B, n_head, T, features), and the state
-    if it is wanted."""
-    naive_attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-    """(q, k, v, log_f) -> results of a text from its beginning, from the equation in the source."""
-    initial_state: Callable[[int, torch.device], Any]
-    """(B, device) -> the state of B texts before their first tokens, if it has one size."""
-    flops_per_token: Callable[[int], int]
-    """seq_len -> flops of the forward pass per token, without the projections."""
-    resets = False
-    """Whether log_f = -inf makes a token the first of a document."""
-    by_distance = False
-    """Whether `attend` takes document_starts together with a state, because what a token sees
-    depends on distances."""
 
     def __init__(
         self, n_embd: int, n_head: int, n_out: int, sizes: Sequence[int], n_repeat: int = 1
@@ -168,7 +149,7 @@ class Attention(nn.Module):
         if settings.gate != "none":
             self.gate = Linear(n_embd, self.n_out)
             self.gate_function = _GATES[settings.gate]
-        if settings.forgets:
+        if isinstance(settings, ForgettingSettings) and settings.decay == "head":
             self.decay = Decay(n_embd, self.n_head)
 
     def copy_weights(self) -> None:
@@ -185,20 +166,10 @@ class Attention(nn.Module):
         follow, else None.
 
         `state` is what an earlier call returned for the tokens before these. A state is a value:
-        the call does not change it, and model/state.py batches the rows of several states.
-
-        Raises:
-            ValueError: documents start, and there is a state, or one is wanted, and the mechanism
-                cannot do that.
+        the call does not change it, and model/state_trees.py batches the rows of several states.
         """
-        starts = positions.document_starts
-        has_state = return_state or state is not None
-        restarts = self.resets or self.by_distance
-        if starts is not None and has_state and not restarts:
-            raise ValueError(
-                "document_starts cannot be used with a state: pass each document by itself"
-            )
         y, state = self.mix(x, positions, state, return_state)
+        y = y.transpose(1, 2).flatten(2)
         if self.gate is not None:
             y = y * self.gate_function(self.gate(x))
         return y, state if return_state else None
@@ -206,47 +177,46 @@ class Attention(nn.Module):
     def mix(
         self, x: Tensor, positions: Positions, state: Any, return_state: bool
     ) -> tuple[Tensor, Any]:
-        """Attend among tokens x (B, T, n_embd): (B, T, n_out), and the state."""
-        forgetting = self.forgetting(x, positions.document_starts)
-        q, k, v = self.project(self.qkv(x), positions.rotation)
-        y, state = self.attend(q, k, v, forgetting, state, return_state)
-        return self.join(y, positions.rotation), state
-
-    def forgetting(self, x: Tensor, starts: Tensor | None = None) -> Forgetting:
-        """What tokens x (B, T, n_embd) forget; mechanisms that reset forget everything where a
-        document starts."""
+        """Project x (B, T, n_embd), and attend: results as `attend` returns them."""
         log_f = None if self.decay is None else self.decay(x)
-        if starts is None or not self.resets:
-            return Forgetting(log_f, starts)
-        if log_f is None:
-            log_f = x.new_zeros(len(x), self.n_head, x.shape[1], 1)
-        return Forgetting(log_f.masked_fill(starts[:, None, :, None], -torch.inf))
+        return self.attend(self.project(self.qkv(x), log_f, positions), state, return_state)
 
-    def project(self, features: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, n_qkv) -> q, k, v (B, heads, T, features), with q and k rotated
-        and normalised."""
+    def project(
+        self, features: Tensor, log_f: Tensor | None = None, positions: Positions = NO_POSITIONS
+    ) -> AttentionInputs:
+        """Split features (B, T, n_qkv) into q, k and v. Rotate and normalise q and k."""
         q, k, *values = self.split(features)
-        if rotation is not None:
-            q = rotate(q, rotation)
-            k = rotate(k, rotation)
+        if positions.rotation is not None:
+            q = rotate(q, positions.rotation)
+            k = rotate(k, positions.rotation)
         if self.qk_norm is not None:
             q = self.qk_norm(q)
             k = self.qk_norm(k)
-        return q, k, values[0] if values else k
+        return AttentionInputs(q, k, values[0] if values else k, log_f, positions)
 
-    def join(self, y: Tensor, rotation: Rotation | None) -> Tensor:
-        """(B, n_head, T, features) -> (B, T, n_out)."""
-        return y.transpose(1, 2).flatten(2)
+    def split(self, features: Tensor) -> Sequence[Tensor]:
+        """(B, T, n_qkv) -> q, k, v (B, heads, T, features); without v, keys are the values too."""
+        raise NotImplementedError
+
+    def attend(self, inputs: AttentionInputs, state: Any, return_state: bool) -> tuple[Tensor, Any]:
+        """Return results (B, n_head, T, features), and the state if it is wanted."""
+        raise NotImplementedError
+
+    def naive_attend(self, inputs: AttentionInputs) -> Tensor:
+        """Return results of a text from its beginning, from the equation in the source."""
+        raise NotImplementedError
+
+    def initial_state(self, B: int, device: torch.device) -> Any:
+        """Return the state of B texts before their first tokens."""
+        raise NotImplementedError
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Return the flops of the forward pass per token, without the projections."""
+        raise NotImplementedError
 
     def mask(self, T: int) -> Tensor:
         """(1 or n_head, T, T): True where query i may attend to key j."""
         return torch.ones(1, T, T, dtype=torch.bool, device=self.qkv.weight.device).tril()
-
-    def chunked_flops(self, seq_len: int, d_key: int, d_val: int) -> int:
-        """flops_per_token in chunks of C: C x C scores, their product with the values, the state
-        read and written."""
-        C = min(CHUNK, seq_len)
-        return 2 * self.n_head * (C * d_key + C * d_val + 2 * d_key * d_val)
 
 
 class MultiHeadAttention(Attention):
@@ -282,7 +252,8 @@ class MultiHeadAttention(Attention):
         heads = features.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
         return heads.split(self._n_heads, dim=1)
 
-    def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
+    def naive_attend(self, inputs: AttentionInputs) -> Tensor:
+        q, k, v, log_f, _ = inputs
         return masked_attention(q, k, v, self.mask(q.shape[2]), log_f)
 
     def flops_per_token(self, seq_len: int) -> int:

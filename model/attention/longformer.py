@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.attention.base import Forgetting, SharedHeadSettings
+from model.attention.base import SharedHeadSettings, Traits
 from model.attention.cache import SparseCache
 from model.attention.sparse import LARGEST, SparseAttention
 from model.layers import FusedLinear
@@ -20,18 +20,12 @@ class LongformerConfig(SharedHeadSettings, defaults="model/attention/longformer"
     """Attention to the last `window` keys and to the first `n_global` keys, the global tokens."""
 
     name: Literal["longformer"]
-    constant_state: ClassVar[bool] = True
-    has_empty_state: ClassVar[bool] = False
+    # The global tokens are the first of a window, not of a document.
+    traits: ClassVar[Traits] = Traits(state="bounded", documents=False)
     window: int = Field(ge=1, le=LARGEST)
     """Keys that a query attends to, including its own."""
     n_global: int = Field(ge=1, le=LARGEST)
     """Tokens at the beginning that all later tokens attend to as well."""
-
-    def check_documents(self) -> None:
-        raise ValueError(
-            "longformer's global tokens are the first of a window, not of a document: "
-            "use another attention with data.document_reset=true or data.loss=answers"
-        )
 
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "LongformerAttention":
         return LongformerAttention(self, n_embd, n_head, head_dim)
@@ -74,14 +68,13 @@ class LongformerAttention(SparseAttention):
         if state is None:
             state = (None, None, None)
         local, k_global, v_global = state
-        q, k, v = self.project(self.qkv(x), positions.rotation)
-        y, local_after = self.attend(q, k, v, Forgetting(), local, return_state)
+        inputs = self.project(self.qkv(x), positions=positions)
+        y, local_after = self.attend(inputs, local, return_state)
         lengths = local.lengths if local else (0,)
         if min(lengths) < self.n_global:
             y, k_global, v_global = self._replace_global(
                 y, x, positions.rotation, k_global, v_global, lengths
             )
-        y = self.join(y, positions.rotation)
         if local_after is None or not return_state:
             return y, None
         return y, LongformerState(local_after, k_global, v_global)
@@ -101,8 +94,8 @@ class LongformerAttention(SparseAttention):
         """
         n = min(x.shape[1], self.n_global - min(lengths))  # tokens that are global in some row
         if rotation is not None:
-            rotation = Rotation._make(angles[..., :n, :] for angles in rotation)
-        q, k, v = self.project(self.qkv_global(x[:, :n]), rotation)
+            rotation = Rotation(rotation.cos[..., :n, :], rotation.sin[..., :n, :])
+        q, k, v, *_ = self.project(self.qkv_global(x[:, :n]), positions=Positions(rotation))
         k_global = self._extended(k_global, k, lengths)
         v_global = self._extended(v_global, v, lengths)
         i = last_positions(tuple(length + n for length in lengths), n, x.device)  # (B or 1, n)

@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from model.attention.base import Forgetting, MultiHeadAttention, SharedHeadSettings
+from model.attention.base import AttentionInputs, MultiHeadAttention, SharedHeadSettings
 from model.attention.cache import KVCache, attend_to_all
 from model.ops.custom import accumulation_dtype
 from model.ops.projection_attention import (
@@ -66,28 +66,25 @@ class ProjectionAttention(MultiHeadAttention):
         return weight.new_full((self.n_head,), self.first_sigma, dtype=accumulation_dtype(weight))
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        forgetting: Forgetting,
-        state: Any,
-        return_state: bool,
+        self, inputs: AttentionInputs, state: Any, return_state: bool
     ) -> tuple[Tensor, KVCache | None]:
+        q, k, v, _, positions = inputs
         q = inner_queries(q, self.sigma)  # (B, H, T, D')
         k = inner_keys(k)  # (B, H_kv, T, D')
         v = padded_values(v) if self.has_values else k[..., :0]  # keys are cached once
-        y, after = attend_to_all(
-            state, q, k, v, return_state, forgetting.document_starts, scale=1.0
-        )
-        return y[..., : self.head_dim], after
+        starts = positions.document_starts
+        y, after = attend_to_all(state, q, k, v, return_state, starts, scale=1.0)
+        return self._rotate_back(y[..., : self.head_dim], positions.rotation), after
 
-    def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
-        return naive_projection_attention(
-            q, repeated(k, self.n_head), repeated(v, self.n_head), self.sigma, self.mask(q.shape[2])
-        )
+    def naive_attend(self, inputs: AttentionInputs) -> Tensor:
+        q, k, v, _, positions = inputs
+        k = repeated(k, self.n_head)
+        v = repeated(v, self.n_head)
+        y = naive_projection_attention(q, k, v, self.sigma, self.mask(q.shape[2]))
+        return self._rotate_back(y, positions.rotation)
 
-    def join(self, y: Tensor, rotation: Rotation | None) -> Tensor:
-        if rotation is not None and not self.has_values:
-            y = rotate(y, Rotation(rotation.cos, -rotation.sin))
-        return super().join(y, rotation)
+    def _rotate_back(self, y: Tensor, rotation: Rotation | None) -> Tensor:
+        """Undo the rotation of keys that are the values."""
+        if rotation is None or self.has_values:
+            return y
+        return rotate(y, Rotation(rotation.cos, -rotation.sin))

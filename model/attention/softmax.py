@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend
 
 from common.console import say_once
 from model.attention.base import (
-    Forgetting,
+    AttentionInputs,
     ForgettingSettings,
     MultiHeadAttention,
     SharedHeadSettings,
@@ -38,18 +38,11 @@ class SoftmaxAttention(MultiHeadAttention):
     def __init__(self, settings: SoftmaxConfig, n_embd: int, n_head: int, head_dim: int) -> None:
         super().__init__(n_embd, n_head, head_dim, settings.n_kv_head)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        forgetting: Forgetting,
-        state: Any,
-        return_state: bool,
-    ) -> tuple[Tensor, Any]:
-        log_f, starts = forgetting
+    def attend(self, inputs: AttentionInputs, state: Any, return_state: bool) -> tuple[Tensor, Any]:
+        q, k, v, log_f, positions = inputs
+        starts = positions.document_starts
         if log_f is not None:
-            return self._attend_and_forget(q, k, v, state, return_state, log_f, starts)
+            return self._attend_and_forget(q, k, v, log_f, starts, state, return_state)
         if state is None and starts is None:
             _say_kernel(q.device.type, q.dtype, self.n_head, self.n_kv_head, self.head_dim)
         return attend_to_all(state, q, k, v, return_state, starts)
@@ -59,10 +52,10 @@ class SoftmaxAttention(MultiHeadAttention):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        state: Any,
-        return_state: bool,
         log_f: Tensor,
         starts: Tensor | None,
+        state: Any,
+        return_state: bool,
     ) -> tuple[Tensor, Any]:
         """Add a_t - a_j to the scores, a being the sum of log_f over the text so far.
 

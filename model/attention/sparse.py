@@ -1,7 +1,7 @@
 """Sparse softmax attention: sliding windows (Beltagy et al. 2020), strided and fixed patterns
 (Child et al. 2019)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -9,14 +9,18 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.attention.base import Forgetting, MultiHeadAttention, SharedHeadSettings
+from model.attention.base import (
+    AttentionInputs,
+    MultiHeadAttention,
+    SharedHeadSettings,
+    Traits,
+)
 from model.attention.cache import SparseCache
 from model.ops.custom import disable
 from model.ops.sparse_attention.attend import dense_attention, document_attention, sparse_attention
 from model.ops.sparse_attention.patterns import (
     Pattern,
     fixed,
-    is_by_distance,
     pattern_mask,
     strided,
     window,
@@ -33,20 +37,18 @@ class SlidingWindowConfig(SharedHeadSettings, defaults="model/attention/sliding_
     """The last `window` keys, the query's own included; with dilation, every (dilation + 1)-th."""
 
     name: Literal["sliding_window"]
-    constant_state: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(state="fixed")
     window: _Keys | tuple[_Keys, ...]
     """Keys that a query attends to; a list gives one number for each head."""
     dilation: _Gap | tuple[_Gap | None, ...] | None
     """Keys skipped between two keys of the window; null: none; a list has an item for each head."""
 
-    def check(self, n_head: int, head_dim: int) -> None:
-        super().check(n_head, head_dim)
+    def mismatch(self, n_head: int, head_dim: int) -> str | None:
         for name, value in (("window", self.window), ("dilation", self.dilation)):
             if isinstance(value, tuple) and len(value) != n_head:
-                raise ValueError(
-                    f"{name} lists {len(value)} for n_head={n_head}: "
-                    "give one for each head, or one number"
-                )
+                wanted = "give one for each head, or one number"
+                return f"{name} lists {len(value)} for n_head={n_head}: {wanted}"
+        return super().mismatch(n_head, head_dim)
 
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "SparseAttention":
         windows = _for_each_head(self.window, n_head)
@@ -66,13 +68,15 @@ class _TwoSetsConfig(SharedHeadSettings):
 
     merge: bool
     """true: every head attends to A1 and A2; false: even heads attend to A1, odd heads to A2."""
-    pattern: ClassVar[Callable[..., Pattern]]
-    """(self, which) -> the keys in "A1", "A2" or "both"."""
 
-    def check(self, n_head: int, head_dim: int) -> None:
-        super().check(n_head, head_dim)
+    def pattern(self, which: str) -> Pattern:
+        """Return the keys in "A1", "A2" or "both"."""
+        raise NotImplementedError
+
+    def mismatch(self, n_head: int, head_dim: int) -> str | None:
         if n_head == 1 and not self.merge:
-            raise ValueError("n_head=1 leaves no head for A2: set merge=true, or use more heads")
+            return "n_head=1 leaves no head for A2: set merge=true, or use more heads"
+        return super().mismatch(n_head, head_dim)
 
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "SparseAttention":
         if self.merge:
@@ -139,18 +143,12 @@ class SparseAttention(MultiHeadAttention):
         """Heads take turns with `patterns`."""
         super().__init__(n_embd, n_head, head_dim, n_kv_head)
         self.patterns = [patterns[h % len(patterns)] for h in range(n_head)]
-        self.by_distance = all(map(is_by_distance, patterns))
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        forgetting: Forgetting,
-        state: Any,
-        return_state: bool,
+        self, inputs: AttentionInputs, state: Any, return_state: bool
     ) -> tuple[Tensor, SparseCache | None]:
-        starts = forgetting.document_starts
+        q, k, v, _, positions = inputs
+        starts = positions.document_starts
         if starts is not None and return_state and state is None:
             state = self.initial_state(len(q), q.device)
         if state is not None:

@@ -13,7 +13,7 @@ from model.ops.linear_cross_entropy import summed_loss, token_losses
 from model.ops.log_attention import BACKENDS, LOG_SPACE
 from model.ops.log_recurrence import log_recurrence, naive_log_recurrence
 from model.ops.sparse_attention import attend
-from model.ops.sparse_attention.naive import naive_sparse_attention
+from model.ops.sparse_attention.masked_attention import naive_sparse_attention
 from model.ops.sparse_attention.patterns import CAUSAL, longformer, strided, window
 
 # Largest error of an output, relative to its largest value. 16 bits: five roundings. 32 bits: exponentials of sums

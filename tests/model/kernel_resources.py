@@ -25,10 +25,10 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import JITFunction, driver
 
-from model.ops.linear_cross_entropy.triton import cross_entropy_
-from model.ops.log_attention import naive
-from model.ops.log_attention.triton import triton_log_attention
-from model.ops.log_recurrence import triton as log_recurrence
+from model.ops.linear_cross_entropy.triton_cross_entropy import cross_entropy_
+from model.ops.log_attention import naive_attention
+from model.ops.log_attention.triton_attention import triton_log_attention
+from model.ops.log_recurrence import triton_recurrence
 
 
 class NotAssembled(Exception):
@@ -71,7 +71,7 @@ def launch_log_attention(dtype: torch.dtype, d: int, d_v: int, gates: bool, form
     q, k, v = (x.detach().requires_grad_() for x in tensors)
     v = v.detach().to(of_values).requires_grad_()
     log_f = torch.zeros(16, 1024, 24, 1).transpose(1, 2).requires_grad_() if gates else None  # the model's are float32
-    triton_log_attention(q, k, v, log_f, form=getattr(naive, form)).sum().backward()
+    triton_log_attention(q, k, v, log_f, form=getattr(naive_attention, form)).sum().backward()
 
 
 def launch_loss(dtype: torch.dtype, cap: float | None = None) -> None:
@@ -83,8 +83,8 @@ def launch_log_recurrence(dtype: torch.dtype) -> None:
     """A forward and backward pass over the two halves of a projection."""
     log_p, h = torch.zeros(16, 1024, 2 * 768, dtype=dtype).chunk(2, dim=-1)
     start = torch.zeros(16, 768, dtype=torch.promote_types(dtype, torch.float32))
-    s = log_recurrence.forward(log_p, h, start)
-    log_recurrence.backward(s, log_p, h, start, s)
+    s = triton_recurrence.forward(log_p, h, start)
+    triton_recurrence.backward(s, log_p, h, start, s)
 
 
 LAUNCH: dict[str, Callable[..., None]] = {

@@ -15,8 +15,8 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from model.ops.log_attention.triton import triton_log_attention
-from model.ops.log_recurrence import triton as log_recurrence
+from model.ops.log_attention.triton_attention import triton_log_attention
+from model.ops.log_recurrence import triton_recurrence
 
 variants: dict[str, set[Any]] = defaultdict(set)
 
@@ -37,7 +37,7 @@ def read_prompts(n_texts: int, n_tokens: int) -> None:
     log_f = torch.empty(n_texts, n_tokens, 14, 1).transpose(1, 2)
     triton_log_attention(*parts, log_f)
     log_p, h = torch.empty(n_texts, n_tokens, 2 * 768, dtype=torch.bfloat16).chunk(2, dim=-1)
-    log_recurrence.forward(log_p, h, torch.empty(n_texts, 768))
+    triton_recurrence.forward(log_p, h, torch.empty(n_texts, 768))
 
 
 def main() -> None:

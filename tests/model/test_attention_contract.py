@@ -21,9 +21,10 @@ from common.settings import UserError, decode, variant_names
 from inference.sampling import SamplingConfig
 from model.attention import ATTENTION, AttentionConfig
 from model.attention.base import AttentionSettings
-from model.gpt import GPT, GPTConfig, GPTState
+from model.config import GPTConfig
+from model.gpt import GPT, GPTState
 from model.position import Positions, RotaryPosition
-from model.state import cat_states, restored, select_rows, state_bytes, tensors_of
+from model.state_trees import cat_states, name_tensors, restore_state, select_rows, state_bytes
 
 N_EMBD, N_HEAD, HEAD_DIM = 24, 4, 6
 OWN = {  # settings with which short texts meet what sets a mechanism apart; all others: its defaults
@@ -402,11 +403,11 @@ def test_a_text_goes_on_from_the_state_before_its_first_token(case, position):
         state = GPTState(first, tuple(layers))
         gpt.config.check_constant_state("carried state", from_empty=True)
         for piece in text.split([20, 1, 49], dim=1):
-            shapes = {name: (x.shape, x.dtype) for name, x in tensors_of(state).items()}
+            shapes = {name: (x.shape, x.dtype) for name, x in name_tensors(state).items()}
             logits, state = gpt(piece, state, return_state=True)
-            assert {name: (x.shape, x.dtype) for name, x in tensors_of(state).items()} == shapes
+            assert {name: (x.shape, x.dtype) for name, x in name_tensors(state).items()} == shapes
     close(logits, wanted[:, 21:])
-    other = restored(state, {name: x.clone() for name, x in tensors_of(state).items()})
+    other = restore_state(state, {name: x.clone() for name, x in name_tensors(state).items()})
     close(gpt(text, other), gpt(text, state))
 
 

@@ -14,7 +14,8 @@ from torch.nn.functional import cross_entropy, glu, linear
 
 from cli import compose
 from common.settings import decode
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from model.layers import gated_linear
 from model.ops.causal_conv import causal_conv
 

@@ -17,7 +17,7 @@ from model.ops.log_attention import LINEAR, LOG_SPACE, SIGNED, log_attention, na
 from model.ops.log_recurrence import log_recurrence, naive_log_recurrence
 from model.ops.projection_attention import inner_keys, inner_queries, naive_projection_attention, padded_values
 from model.ops.sparse_attention.attend import sparse_attention
-from model.ops.sparse_attention.naive import naive_sparse_attention
+from model.ops.sparse_attention.masked_attention import naive_sparse_attention
 from model.ops.sparse_attention.patterns import window
 
 T = 6

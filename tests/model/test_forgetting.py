@@ -13,7 +13,7 @@ from model.attention.softmax import SoftmaxConfig
 from model.ops.custom import as_autocast
 from model.ops.log_attention import log_attention
 from model.ops.sparse_attention import attend
-from model.ops.sparse_attention.naive import masked_attention
+from model.ops.sparse_attention.masked_attention import masked_attention
 from model.ops.sparse_attention.patterns import CAUSAL, document_pattern_mask
 from model.position import Positions
 

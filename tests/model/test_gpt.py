@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from common.settings import variant_names
 from model.attention import ATTENTION
-from model.gpt import GPT, BlockConfig, GPTConfig
+from model.config import BlockConfig, GPTConfig
+from model.gpt import GPT
 from model.position import PositionConfig
 
 BLOCKS, POSITIONS = (get_args(get_args(part)[0]) for part in (BlockConfig, PositionConfig))

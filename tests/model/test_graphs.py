@@ -12,9 +12,10 @@ from torch.utils._pytree import tree_leaves
 from common.console import say_once
 from common.settings import decode
 from model import graphs
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from model.graphs import DecodingStep
-from model.state import cat_states, select_rows
+from model.state_trees import cat_states, select_rows
 
 ONE_SIZE = [
     ({"name": "log_space", "decay": "head"}, {"name": "mlp", "conv": 4}, "none"),

@@ -22,7 +22,8 @@ from data.tokenizer import BytesConfig, build_tokenizer
 from model.attention import ATTENTION
 from model.attention.log_space import LogSpaceConfig
 from model.attention.softmax import SoftmaxConfig
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from tools.convert.export_hf import export
 from tools.convert.hf_tokenizer import tokenizer_files
 from tools.convert.hugging_face.gpt2 import is_gpt2

@@ -17,7 +17,7 @@ from model.ops import custom, triton_launch
 from model.ops import log_attention as operator
 from model.ops.linear_cross_entropy import summed_loss
 from model.ops.log_attention import LINEAR, LOG_SPACE, SIGNED, log_attention
-from model.ops.log_attention import triton as launches
+from model.ops.log_attention import triton_attention as launches
 from model.ops.log_recurrence import log_recurrence
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +64,8 @@ def test_a_backend_that_cannot_be_is_refused_in_one_line(fake_gpu, monkeypatch, 
 
 @pytest.mark.slow
 def test_what_is_slow_to_import_is_imported_when_it_is_used():
-    slow = ["torch._dynamo", "torch.distributed.tensor", "sympy", "datasets", "model.ops.log_attention.triton"]
+    slow = ["torch._dynamo", "torch.distributed.tensor", "sympy", "datasets"]
+    slow.append("model.ops.log_attention.triton_attention")
     code = f"import sys, inference.sample, trainer.loop; sys.exit(any(name in sys.modules for name in {slow}))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 

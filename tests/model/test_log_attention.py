@@ -15,11 +15,11 @@ from model.ops.log_attention import (
     LINEAR,
     LOG_SPACE,
     SIGNED,
-    chunked,
+    chunked_attention,
     log_attention,
     naive_log_attention,
 )
-from model.ops.log_attention.naive import KEY, QUERY, VALUE
+from model.ops.log_attention.naive_attention import KEY, QUERY, VALUE
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "published_log_attention.safetensors"
 
@@ -118,7 +118,7 @@ def by(attend, **options):
     ],
 )
 def test_chunks_equal_the_definition_with_state_and_all_gradients(form, T, S, kind, monkeypatch):
-    monkeypatch.setattr(chunked, "STEP", 64 * 3 * 5)  # many steps
+    monkeypatch.setattr(chunked_attention, "STEP", 64 * 3 * 5)  # many steps
     options = {"form": FORMS[form], "causal": kind != "full"}
     leaves = inputs(T, S, gates=kind == "gates")
     compare(kind, by(log_attention, backend="chunked", **options), by(naive_log_attention, **options), leaves)

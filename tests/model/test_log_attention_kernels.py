@@ -12,10 +12,10 @@ from torch.nn.functional import pad
 
 from common.numbers import ceil_div
 from model.ops.custom import in_chunks
-from model.ops.log_attention import kernels
-from model.ops.log_attention import naive as definition
-from model.ops.log_attention import triton as operator
-from model.ops.log_attention.kernels import States, SumGrads
+from model.ops.log_attention import gpu_kernels as kernels
+from model.ops.log_attention import naive_attention as definition
+from model.ops.log_attention import triton_attention as operator
+from model.ops.log_attention.gpu_kernels import States, SumGrads
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter; test_kernels.py is for GPUs")
 

@@ -10,9 +10,10 @@ from test_blocks import defined
 from test_blocks import gpt_of as blocks_gpt_of
 from test_gpt import tiny
 
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from model.ops.ngrams import ngram_followers, no_ngrams
-from model.state import cat_states, select_rows
+from model.state_trees import cat_states, select_rows
 
 EOT = 10
 CPU = torch.device("cpu")

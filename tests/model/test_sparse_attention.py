@@ -13,10 +13,11 @@ from common.console import say_once
 from common.settings import decode
 from model.attention.longformer import LongformerConfig
 from model.attention.sparse import SlidingWindowConfig, StridedConfig
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from model.ops.sparse_attention import attend
 from model.ops.sparse_attention.attend import sparse_attention
-from model.ops.sparse_attention.naive import naive_sparse_attention
+from model.ops.sparse_attention.masked_attention import naive_sparse_attention
 from model.ops.sparse_attention.patterns import CAUSAL, fixed, is_causal, longformer, pattern_mask, strided, window
 
 # The definitions, one query and one key at a time.

@@ -10,7 +10,7 @@ from torch import Tensor
 from model.attention.cache import KVCache, SparseCache
 from model.ops.sparse_attention.patterns import fixed, longformer, pattern_mask, strided, window
 from model.position import Rotation, rotate
-from model.state import cat_states, select_rows
+from model.state_trees import cat_states, select_rows
 
 H, D, E = 2, 3, 4
 PATTERNS = {

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from model.gpt import GPT
 from model.ops import custom
 from model.ops.linear_cross_entropy import _summed_loss
-from model.ops.log_attention.chunked import _attend, _attend_backward
-from model.ops.log_attention.triton import _attend as _attend_triton
+from model.ops.log_attention.chunked_attention import _attend, _attend_backward
+from model.ops.log_attention.triton_attention import _attend as _attend_triton
 from model.ops.log_recurrence import _recur, _recur_backward
 
 

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from common.files import owned
 from common.settings import decode
 from data.tokenizer import BytesConfig, build_tokenizer
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from runtime.checkpoint import load_model, open_checkpoint
 from tools.convert.export_hf import export
 from tools.convert.import_gpt2 import import_gpt2

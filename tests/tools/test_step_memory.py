@@ -8,9 +8,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from common.settings import decode, variant_names
 from model.attention import ATTENTION
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from model.ops import linear_cross_entropy
-from model.ops.log_attention import chunked
+from model.ops.log_attention import chunked_attention
 from runtime.device import Compute
 from tools import step_memory as memory
 from tools.step_memory import step_memory
@@ -128,7 +129,8 @@ def allocated_peak(gpt, dtype, accumulated=True):
 @pytest.mark.slow
 def test_the_peak_is_what_torch_allocates(attention, block, changes, dtype, accumulated, monkeypatch):
     monkeypatch.setitem(linear_cross_entropy.CHUNK, "cpu", 2**25)
-    monkeypatch.setattr(chunked, "STEP", 2**16)  # some MB for an operator at work, which count in small models only
+    # Some MB for an operator at work, which count in small models only.
+    monkeypatch.setattr(chunked_attention, "STEP", 2**16)
     config = config_of(attention, block, **changes)
     predicted = step_memory(on_meta(config), B, T, compute(dtype)).peak
     assert predicted == pytest.approx(allocated_peak(GPT(config), dtype, accumulated), rel=0.15)

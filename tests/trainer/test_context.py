@@ -15,7 +15,8 @@ SCRIPT = """
 import json, sys
 import torch
 from common.settings import decode
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from trainer.long_sequences import share_sequences
 from runtime.distributed import SequenceGroup, join_world
 
@@ -33,7 +34,8 @@ def measure(world, group, settings, T):
     sent.clear()
     gpt.recompute = "block"
     ids, targets = (x.chunk(group.size, dim=1)[group.place] for x in (ids, targets))
-    loss = gpt.summed_loss(ids, targets, call_layer=share_sequences(group))
+    with share_sequences(gpt, group):
+        loss = gpt.summed_loss(ids, targets)
     loss.backward()
     errors = [(world.sum(p.grad) - g).abs().max() / g.abs().max() for p, g in zip(gpt.parameters(), gradients)]
     errors.append((world.sum(loss.detach()) - whole.detach()).abs() / whole.detach())

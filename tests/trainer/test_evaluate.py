@@ -13,7 +13,8 @@ from data.loader import eval_batches
 from data.shards import TokenStream, read_manifest
 from data.tokenizer import load_tokenizer
 from inference.evaluate import EvaluateConfig, run_evaluation
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from runtime.checkpoint import load_model
 from runtime.device import choose_compute
 from runtime.distributed import World

@@ -11,7 +11,8 @@ from test_torchrun import assert_same_steps
 from torch import nn
 
 from common.settings import UserError, decode
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from runtime.checkpoint import find_newest, open_checkpoint
 from runtime.device import Compute, RuntimeConfig
 from runtime.distributed import World

@@ -7,7 +7,8 @@ import torch
 from torch.func import functional_call
 
 from common.settings import UserError, decode
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from trainer.mup import scale_weights
 from trainer.optim import AdamWConfig, MuonConfig, block_matrices, orthogonalize
 

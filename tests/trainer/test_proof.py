@@ -11,7 +11,8 @@ import torch
 import trainer.loop
 from common.console import say_once
 from common.settings import UserError, decode
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from model.ops import kernels, linear_cross_entropy, log_attention
 from runtime import proof
 from runtime.device import Compute, compile_blocks, is_compiled

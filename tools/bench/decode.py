@@ -11,7 +11,7 @@ from common.console import say
 from common.settings import JsonDict
 from model.gpt import GPT, GPTState
 from model.graphs import DecodingStep
-from model.state import state_bytes
+from model.state_trees import state_bytes
 from runtime.device import choose_compute
 from tools.bench.harness import in_turn, seconds_of
 from tools.bench.train import config_of

@@ -15,7 +15,8 @@ from common.files import make_directory, owned, write_json
 from common.settings import JsonDict, UserError, decode
 from data.chat import ChatTokenizer
 from data.tokenizer import Tokenizer
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from runtime.checkpoint import MODEL_FILES, load_model, open_checkpoint
 from runtime.state import TrainState
 from runtime.tensor_file import save_file

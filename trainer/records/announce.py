@@ -72,7 +72,7 @@ def _model(run: TrainingRun) -> str:
 
 
 def _attention(layer: AttentionConfig) -> str:
-    forgets = " that forgets" if layer.forgets else ""
+    forgets = " that forgets" if getattr(layer, "decay", "none") == "head" else ""
     return f"{layer.name.replace('_', '-')} attention{forgets}"
 
 

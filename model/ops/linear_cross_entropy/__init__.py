@@ -140,7 +140,7 @@ def _by_triton(
 ) -> Tensor:
     """As `_by_torch`, for logits of n_vocab columns or more: gradients of the rest are 0."""
     # Importing triton is slow, and it may be missing.
-    from model.ops.linear_cross_entropy.triton import cross_entropy_
+    from model.ops.linear_cross_entropy.triton_cross_entropy import cross_entropy_
 
     return cross_entropy_(logits, targets, n_vocab, with_grad, cap)
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from model.ops.custom import assume_constant_result
 from model.ops.gates import check_gates
 from model.ops.kernels import choose_form, why_not_triton
-from model.ops.log_attention.chunked import chunked_log_attention, log_attention_step
-from model.ops.log_attention.naive import (
+from model.ops.log_attention.chunked_attention import chunked_log_attention, log_attention_step
+from model.ops.log_attention.naive_attention import (
     LINEAR,
     LOG_SPACE,
     SIGNED,
@@ -37,7 +37,7 @@ __all__ = [
 
 def _triton_log_attention(*inputs: Any, **options: Any) -> Any:
     # Importing triton is slow, and it may be missing.
-    from model.ops.log_attention.triton import triton_log_attention
+    from model.ops.log_attention.triton_attention import triton_log_attention
 
     return triton_log_attention(*inputs, **options)
 

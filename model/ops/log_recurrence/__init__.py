@@ -7,7 +7,7 @@ from torch import Tensor
 
 from model.ops.custom import accumulation_dtype, operator, refuse_second_order, refuse_transforms
 from model.ops.kernels import choose_form
-from model.ops.log_recurrence import chunked
+from model.ops.log_recurrence import chunked_recurrence
 
 # The operator, and the form that has all derivatives.
 NAMES = "log_recurrence", "naive_log_recurrence"
@@ -99,10 +99,11 @@ def _(
 def _form(backend: str) -> Any:
     """The module with the functions `forward` and `backward`."""
     if backend == "chunked":
-        return chunked
-    from model.ops.log_recurrence import triton  # importing triton is slow, and it may be missing
+        return chunked_recurrence
+    # Importing triton is slow, and it may be missing.
+    from model.ops.log_recurrence import triton_recurrence
 
-    return triton
+    return triton_recurrence
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

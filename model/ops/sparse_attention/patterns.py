@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.ops.documents import document_mask, document_positions
+from model.ops.document_masks import document_mask, document_positions
 
 
 class _Keys:

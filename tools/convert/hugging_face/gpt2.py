@@ -11,19 +11,20 @@ from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from common.settings import Settings, UserError, decode
-from model.gpt import GPTConfig
-from model.interop import name_elsewhere
+from model.config import GPTConfig
 
+# What our names of parameters have -> what GPT-2's have in its place, one after another.
 _NAMES = {
-    "embed": "wte",
-    "position.embed": "wpe",
-    "norm": "ln_f",
-    "blocks.{}.norm_attention": "h.{}.ln_1",
-    "blocks.{}.attention.qkv": "h.{}.attn.c_attn",
-    "blocks.{}.proj": "h.{}.attn.c_proj",
-    "blocks.{}.norm_mlp": "h.{}.ln_2",
-    "blocks.{}.up": "h.{}.mlp.c_fc",
-    "blocks.{}.down": "h.{}.mlp.c_proj",
+    ".attention.qkv.": ".attn.c_attn.",
+    ".proj.": ".attn.c_proj.",
+    ".up.": ".mlp.c_fc.",
+    ".down.": ".mlp.c_proj.",
+    ".norm_attention.": ".ln_1.",
+    ".norm_mlp.": ".ln_2.",
+    "blocks.": "h.",
+    "norm.": "ln_f.",
+    "position.embed.": "wpe.",
+    "embed.": "wte.",
 }
 _SIZES = {"n_vocab": "vocab_size", "n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd"}
 _TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
@@ -34,7 +35,9 @@ PREFIX = "transformer."
 def gpt2_name(ours: str) -> str:
     """Return GPT-2's name of one of our parameters, without PREFIX: blocks.3.up.bias ->
     h.3.mlp.c_fc.bias."""
-    return name_elsewhere(ours, _NAMES)
+    for before, after in _NAMES.items():
+        ours = ours.replace(before, after)
+    return ours
 
 
 def turned(name: str, weight: Tensor) -> Tensor:

@@ -13,8 +13,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from common.settings import decode
-from model.gpt import GPT, GPTConfig, GPTState
-from model.state import cat_states, select_rows
+from model.config import GPTConfig
+from model.gpt import GPT, GPTState
+from model.state_trees import cat_states, select_rows
 from tools.convert.hugging_face.configuration_log_gpt import LogGPTConfig
 
 

@@ -29,7 +29,7 @@ from model.ops.custom import (
     refuse_transforms,
     running_sum,
 )
-from model.ops.log_attention.naive import KEY, LOG_SPACE, QUERY, VALUE, Form, empty_state
+from model.ops.log_attention.naive_attention import KEY, LOG_SPACE, QUERY, VALUE, Form, empty_state
 
 NAMES = "log_attention", "backend='naive'"  # the operator, and the form that has all derivatives
 # Elements of a temporary on a CPU, so that a step fits into its cache. Other devices process all

@@ -7,8 +7,8 @@
     scan          gradient of the state after each chunk, from the last chunk to the first
     key_grads     gradients of keys, values and gates
 
-chunked.py has the formulas. The last column of the state belongs to norms. Here it is a vector z
-beside M: as a column it would double products, because their dimensions are powers of two.
+chunked_attention.py has the formulas. The last column of the state belongs to norms. Here it is a
+vector z beside M: as a column it would double products, because their dimensions are powers of two.
 
 - Gates scale an operand of a product, not the product: without them it may overflow.
 - Each operand is rounded once and used everywhere, so that errors cancel where gradients do.
@@ -21,17 +21,17 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from model.ops.log_attention import naive
-from model.ops.log_attention.chunked import EMPTY as EMPTY_NORM
+from model.ops.log_attention import naive_attention
+from model.ops.log_attention.chunked_attention import EMPTY as EMPTY_NORM
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 MASKED = tl.constexpr(-math.inf)
 LOG2E = tl.constexpr(1 / math.log(2))
-QUERY_LOW = tl.constexpr(naive.QUERY[0])
-KEY_LOW = tl.constexpr(naive.KEY[0])
-KEY_HIGH = tl.constexpr(naive.KEY[1])
-VALUE_LOW = tl.constexpr(naive.VALUE[0])
-VALUE_HIGH = tl.constexpr(naive.VALUE[1])
+QUERY_LOW = tl.constexpr(naive_attention.QUERY[0])
+KEY_LOW = tl.constexpr(naive_attention.KEY[0])
+KEY_HIGH = tl.constexpr(naive_attention.KEY[1])
+VALUE_LOW = tl.constexpr(naive_attention.VALUE[0])
+VALUE_HIGH = tl.constexpr(naive_attention.VALUE[1])
 EMPTY = tl.constexpr(EMPTY_NORM)
 RESET = tl.constexpr(-128.0)  # exp(RESET) is 0 in float32
 # Sums of 64 gates are exact: the high parts are multiples of 2^-10 up to 128 / ln(2), the low parts
@@ -114,7 +114,7 @@ class Chunk(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """What gates keep: _Gates in chunked.py, with a_t = high + low in powers of two."""
+    """What gates keep: _Gates in chunked_attention.py, with a_t = high + low in powers of two."""
 
     high: Any
     low: Any

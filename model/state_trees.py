@@ -21,7 +21,7 @@ from torch.utils._pytree import (
 )
 
 
-def _per_row(x: Any) -> bool:
+def _is_per_row(x: Any) -> bool:
     return type(x) is tuple and all(isinstance(n, int) for n in x)
 
 
@@ -30,13 +30,8 @@ def cat_states(states: Sequence[Any]) -> Any:
 
     Cache tensors (B, H, S, D) with different S get zeros in front, because all rows of a cache end
     together.
-
-    Raises:
-        ValueError: there are no states, or they are of different kinds.
     """
-    if not states:
-        raise ValueError("no states to combine: pass at least one")
-    return tree_map(_cat, *states, is_leaf=_per_row)
+    return tree_map(_cat, *states, is_leaf=_is_per_row)
 
 
 def _cat(*leaves: Any) -> Any:
@@ -50,9 +45,7 @@ def _cat(*leaves: Any) -> Any:
         return torch.cat(padded)
     if all(isinstance(x, tuple) for x in leaves):
         return sum(leaves, ())
-    if not any(isinstance(x, Tensor | tuple) for x in leaves):
-        return None  # a buffer is not part of the value: the combined rows get a new one
-    raise ValueError(f"states of different kinds: {', '.join(type(x).__name__ for x in leaves)}")
+    return None  # a buffer is not part of the value: the combined rows get a new one
 
 
 def select_rows(state: Any, rows: Sequence[int]) -> Any:
@@ -65,18 +58,18 @@ def select_rows(state: Any, rows: Sequence[int]) -> Any:
             return tuple(x[row] for row in rows)
         return None
 
-    return tree_map(select, state, is_leaf=_per_row)
+    return tree_map(select, state, is_leaf=_is_per_row)
 
 
 def _name(path: KeyPath) -> str:
     return ".".join(str(getattr(key, "name", None) or getattr(key, "idx", None)) for key in path)
 
 
-def tensors_of(state: Any) -> dict[str, Tensor]:
+def name_tensors(state: Any) -> dict[str, Tensor]:
     """The tensors of a state, and the ints of its rows as int64 (B,), named by their paths in it,
     such as layers.0."""
     tensors = {}
-    for path, x in tree_flatten_with_path(state, is_leaf=_per_row)[0]:
+    for path, x in tree_flatten_with_path(state, is_leaf=_is_per_row)[0]:
         if isinstance(x, Tensor):
             tensors[_name(path)] = x
         elif isinstance(x, tuple) and x:
@@ -84,7 +77,7 @@ def tensors_of(state: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def restored(like: Any, tensors: Mapping[str, Tensor]) -> Any:
+def restore_state(like: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return a state of the structure of `like` with `tensors`, by name."""
 
     def value(path: KeyPath, x: Any) -> Any:
@@ -94,7 +87,7 @@ def restored(like: Any, tensors: Mapping[str, Tensor]) -> Any:
             return tuple(tensors[_name(path)].tolist())
         return None
 
-    return tree_map_with_path(value, like, is_leaf=_per_row)
+    return tree_map_with_path(value, like, is_leaf=_is_per_row)
 
 
 def state_bytes(state: Any) -> int:

@@ -2,7 +2,7 @@
 once.
 
 A program computes some features of a sequence, some tokens at a time, with a parallel scan. What is
-carried from these to the next is in float64, as in chunked.py, whose docstring has the formulas.
+carried from these to the next is in float64. chunked_recurrence.py has the formulas.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ _FEATURES = 32
 
 
 def forward(log_p: Tensor, h: Tensor, start: Tensor) -> Tensor:
-    """As in chunked.py, for tensors with any strides."""
+    """As in chunked_recurrence.py, for tensors with any strides."""
     s = torch.empty(h.shape, dtype=start.dtype, device=h.device)
     _launch(recurrence_forward, log_p, h, start=start.contiguous(), s=s)
     return s
@@ -29,7 +29,7 @@ def forward(log_p: Tensor, h: Tensor, start: Tensor) -> Tensor:
 def backward(
     g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, s: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As in chunked.py, for tensors with any strides."""
+    """As in chunked_recurrence.py, for tensors with any strides."""
     g_p = log_p.new_empty(log_p.shape)
     g_h = h.new_empty(h.shape)
     g_start = start.new_empty(start.shape)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from common.numbers import ceil_div
 from model.ops.custom import CHUNK, operator, refuse_second_order, refuse_transforms
-from model.ops.log_attention import kernels
-from model.ops.log_attention.chunked import NAMES
-from model.ops.log_attention.kernels import Constants, Inputs, States, SumGrads, Tokens
-from model.ops.log_attention.naive import LOG_SPACE, Form, empty_state
+from model.ops.log_attention import gpu_kernels
+from model.ops.log_attention.chunked_attention import NAMES
+from model.ops.log_attention.gpu_kernels import Constants, Inputs, States, SumGrads, Tokens
+from model.ops.log_attention.naive_attention import LOG_SPACE, Form, empty_state
 from model.ops.triton_launch import launching
 
 
@@ -58,9 +58,9 @@ def _attend(
     grid = decays.numel(), ceil_div(P.D_V, P.BV)
     size = q.shape[1:3]
     with launching(q):
-        kernels.states[grid](x, before, decays, *size, P=P, **_options(P))
+        gpu_kernels.states[grid](x, before, decays, *size, P=P, **_options(P))
         _scan(before, decays, state, after, False, P)
-        kernels.outputs[grid](x, before, _tokens(y), *size, P=P, **_options(P))
+        gpu_kernels.outputs[grid](x, before, _tokens(y), *size, P=P, **_options(P))
     return results
 
 
@@ -115,9 +115,9 @@ def _attend_backward(
     size = q.shape[1:3]
     options = {"BLOCKS": ceil_div(P.D_V, P.BV), "P": P, **_options(P)}
     with launching(q):
-        kernels.query_grads[grid](x, _tokens(g_y), before, g_x.q, g_of, D, *size, **options)
+        gpu_kernels.query_grads[grid](x, _tokens(g_y), before, g_x.q, g_of, D, *size, **options)
         _scan(D, decays, g_after.contiguous(), g_state, True, P)
-        kernels.key_grads[grid](x, before, g_of, D, g_x, *size, **options)
+        gpu_kernels.key_grads[grid](x, before, g_of, D, g_x, *size, **options)
     return gradients
 
 
@@ -168,7 +168,8 @@ def _scan(
     heads, N = decays.shape
     block = 1024 if heads >= 128 else 256  # few heads need more programs
     grid = heads, ceil_div(P.D_K * P.D_V, block) + 1
-    kernels.scan[grid](x, decays, first, last, N, REVERSE=reverse, BLOCK=block, P=P, num_warps=4)
+    options = {"REVERSE": reverse, "BLOCK": block, "P": P, "num_warps": 4}
+    gpu_kernels.scan[grid](x, decays, first, last, N, **options)
 
 
 def _empty_like(x: Tensor) -> Tensor:
