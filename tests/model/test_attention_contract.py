@@ -55,7 +55,7 @@ def space_of(cls, factors):
     """All values of everything that can vary for a mechanism."""
     name = variant_names(cls)[0]
     own = [(name, i) for i in range(len(OWN.get(name, [{}])))]
-    if not cls.suits_rotary:
+    if not cls.traits.rotary:
         allowed = {"rotary": [False], "position": [name for name in factors.get("position", ()) if name != "rotary"]}
         factors = {key: allowed.get(key, several) for key, several in factors.items()}
     return {"name": [name], "own": own, **choices_of(cls), **factors}

@@ -21,7 +21,7 @@ CHOICES = [  # all pairs of two parts
         "position": variant_names(p)[0],
     }
     for (i, a), (j, p) in itertools.product(enumerate(ATTENTION), enumerate(POSITIONS))
-    if a.suits_rotary or "rotary" not in variant_names(p)
+    if a.traits.rotary or "rotary" not in variant_names(p)
 ]
 IDS = ["-".join(choice.values()) for choice in CHOICES]
 PUBLISHED = {"attention": "log_space", "block": "glu", "position": "log_recurrence"}

@@ -60,7 +60,7 @@ def configs():
     for i, cls in enumerate(ATTENTION):
         name = variant_names(cls)[0]
         heads = {"n_kv_head": 2} if "n_kv_head" in cls.model_fields else {}
-        rotary = {"name": "rotary" if cls.suits_rotary else "none"}
+        rotary = {"name": "rotary" if cls.traits.rotary else "none"}
         position = [{"name": "log_recurrence"}, {"name": "learned", "max_len": 64}, rotary][i % 3]
         attention = {"name": name, **OWN.get(name, [{}])[0], **heads}
         yield name, config_of(attention=attention, block={"name": ["glu", "mlp"][i % 2]}, position=position)

@@ -22,7 +22,7 @@ B, T = 4, 512
 MODELS = [
     *itertools.product(["log_space", "softmax"], ["glu", "mlp"], ["log_recurrence"]),
     ("softmax", "mlp", "learned"),
-    *((name, "glu", "rotary" if cls.suits_rotary else "none") for cls in ATTENTION for name in variant_names(cls)),
+    *((name, "glu", "rotary" if cls.traits.rotary else "none") for cls in ATTENTION for name in variant_names(cls)),
 ]
 DTYPES = [torch.float32, torch.bfloat16]
 
