@@ -16,4 +16,4 @@ def evaluate(*options: str, **settings: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    command("eval", "inference.launch:launch_evaluation", CONFIG)
+    command("eval", "inference.evaluate:launch_evaluation", CONFIG)

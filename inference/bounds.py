@@ -19,7 +19,7 @@ _TOKENS = 4096
 
 
 @torch.no_grad()
-def shares_beyond_bounds(
+def find_shares_beyond_bounds(
     gpt: GPT, windows: EvalBatches, compute: Compute
 ) -> dict[str, float] | None:
     """Return the share of the elements of q, k and log_v that count as the bounds instead, over all
@@ -33,7 +33,7 @@ def shares_beyond_bounds(
     n_elements = Counter[str]()
 
     def count(attention: LogSpaceAttention, qkv: nn.Module, inputs: object, output: Tensor) -> None:
-        for name, is_beyond in _beyond_bounds(attention, output).items():
+        for name, is_beyond in _find_beyond(attention, output).items():
             n_beyond[name] += int(is_beyond.sum())
             n_elements[name] += is_beyond.numel()
 
@@ -45,19 +45,14 @@ def shares_beyond_bounds(
     return {name: n_beyond[name] / n for name, n in n_elements.items()} or None
 
 
-def _beyond_bounds(attention: LogSpaceAttention, features: Tensor) -> dict[str, Tensor]:
+def _find_beyond(attention: LogSpaceAttention, features: Tensor) -> dict[str, Tensor]:
     """Say which elements of q, k and log_v are beyond the bounds. Keys of -inf are masks."""
     features = features.to(accumulation_dtype(features))
     q, k, v, *_ = attention.project(features)  # log-space attention is never rotated
-    is_masked = k == -torch.inf
     beyond = {
         "q": q - q.amax(-1, keepdim=True) < QUERY[0],
-        "k": _outside(k, KEY) & ~is_masked,
+        "k": (k.clamp(*KEY) != k) & (k > -torch.inf),
     }
     if attention.form.log:
-        beyond["log_v"] = _outside(v, VALUE)
+        beyond["log_v"] = v.clamp(*VALUE) != v
     return beyond
-
-
-def _outside(x: Tensor, bounds: tuple[float, float]) -> Tensor:
-    return (x < bounds[0]) | (x > bounds[1])

@@ -24,18 +24,22 @@ from common.config_files import config_file
 from common.settings import UserError
 from data.tokenizer import Tokenizer
 from inference.generation import Generation, Prefix, Request
-from inference.sampling import NOT_FINITE, SamplingConfig, draw
+from inference.sampling import NOT_FINITE, SamplingConfig, sample_next_tokens
 from model.gpt import GPT
 from model.graphs import DecodingStep
 from model.state_trees import cat_states, select_rows, state_bytes
 
-CHUNK = 256
-"""Tokens of a prompt that go through the model at once on a CPU."""
-_CHUNK_ON_GPU = 2048  # fewer leave most multiprocessors idle
+PROMPT_CHUNK = 256
+"""Tokens of a prompt that go through the model at once on a CPU.
+
+This bounds memory, and the time that other texts wait in the server. All prompts are cut at its
+multiples, so a prompt read from a cached prefix gives the same bits as one read in one go.
+"""
+_PROMPT_CHUNK_ON_GPU = 2048  # fewer leave most multiprocessors idle
 
 
 @torch.inference_mode()
-def read(
+def read_tokens(
     gpt: GPT,
     token_ids: Tensor,
     n_vocab: int,
@@ -57,15 +61,6 @@ def read(
     logits = logits[..., :n_vocab]
     last = logits[:, -1].clone()  # a view would keep the logits of all tokens
     return Prefix(last, state), logits
-
-
-def chunk_size(gpt: GPT) -> int:
-    """Return how many tokens of a prompt go through the model at once.
-
-    This bounds memory, and the time that other texts wait in the server. All prompts are cut at its
-    multiples, so a prompt read from a cached prefix gives the same bits as one read in one go.
-    """
-    return CHUNK if gpt.device.type == "cpu" else _CHUNK_ON_GPU
 
 
 @contextlib.contextmanager
@@ -96,14 +91,18 @@ class PromptCache:
         """`max_bytes`: most bytes of the cached tensors, which stay on the model's device."""
         self.max_states = max_states
         self.max_bytes = max_bytes
-        self.n_bytes = 0
         self._kept = OrderedDict[bytes, Prefix]()
         """States by the bytes of their tokens, as int32."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def longest(self, ids: Sequence[int]) -> tuple[int, Prefix | None]:
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the cached tensors."""
+        return sum(map(state_bytes, self._kept.values()))
+
+    def find_longest(self, ids: Sequence[int]) -> tuple[int, Prefix | None]:
         """Return the longest cached prefix of `ids`: its number of tokens, and its state."""
         tokens = np.array(ids, np.int32).tobytes()
         prefix_tokens = max(filter(tokens.startswith, self._kept), key=len, default=b"")
@@ -116,17 +115,14 @@ class PromptCache:
 
         A state larger than the cache is not kept.
         """
-        tokens = np.array(ids, np.int32).tobytes()
-        size = len(tokens) + state_bytes(prefix)
-        if size > self.max_bytes or not self.max_states:
+        if state_bytes(prefix) > self.max_bytes or not self.max_states:
             return
+        tokens = np.array(ids, np.int32).tobytes()
         if tokens not in self._kept:
             self._kept[tokens] = select_rows(prefix, [0])  # a copy, without the room behind a cache
-            self.n_bytes += size
         self._kept.move_to_end(tokens)
         while len(self) > self.max_states or self.n_bytes > self.max_bytes:
-            old_tokens, old_prefix = self._kept.popitem(last=False)
-            self.n_bytes -= len(old_tokens) + state_bytes(old_prefix)
+            self._kept.popitem(last=False)
 
 
 class Engine:
@@ -143,7 +139,7 @@ class Engine:
         """Create an engine without texts.
 
         Args:
-            n_vocab: as for `read`.
+            n_vocab: as for `read_tokens`.
             interleave: read prompts chunk by chunk between other texts' tokens.
             cache: keeps the states of prompts; None: no states. It does not change the output, to
                 the bit.
@@ -178,9 +174,9 @@ class Engine:
         self._admit()
         self._read_drawn()
         self._read_prompts()
-        self._draw()
+        self._draw_tokens()
 
-    def check(self, request: Request) -> None:
+    def check_length(self, request: Request) -> None:
         """Raise UserError if a request exceeds the learned positions."""
         max_len = self.gpt.config.max_len
         n_read = len(request.ids) + max(request.max_tokens - 1, 0)  # the last one is not read
@@ -210,13 +206,11 @@ class Engine:
         if self._writing:
             with _failing(self._writing):
                 drawn = torch.tensor([generation.drawn[-1:] for generation in self._writing])
-                self._texts, _ = read(self.gpt, drawn, self.n_vocab, self._texts, self._step)
+                self._texts, _ = read_tokens(self.gpt, drawn, self.n_vocab, self._texts, self._step)
             self._keep_unfinished()
 
     def _read_prompts(self) -> None:
-        n_prompts = len(self._reading)
-        if self.interleave:
-            n_prompts = min(1, n_prompts)
+        n_prompts = 1 if self.interleave and self._reading else len(self._reading)
         prompts = [self._reading.popleft() for _ in range(n_prompts)]
         ready = [generation for generation in prompts if self._read_prompt(generation)]
         if not ready:
@@ -232,14 +226,14 @@ class Engine:
     def _read_prompt(self, generation: Generation) -> bool:
         """Read a prompt, or one chunk of it with `interleave`. Return whether it is read."""
         ids = generation.request.ids
-        size = chunk_size(self.gpt)
+        size = PROMPT_CHUNK if self.gpt.device.type == "cpu" else _PROMPT_CHUNK_ON_GPU
         with _failing([generation]):
             if generation.may_skip and generation.prefix is None:
-                generation.n_read, generation.prefix = self.cache.longest(ids)
+                generation.n_read, generation.prefix = self.cache.find_longest(ids)
                 generation.n_cached = generation.n_read
             while generation.n_read < len(ids):
                 chunk = torch.tensor([ids[generation.n_read : generation.n_read + size]])
-                prefix, logits = read(self.gpt, chunk, self.n_vocab, generation.prefix)
+                prefix, logits = read_tokens(self.gpt, chunk, self.n_vocab, generation.prefix)
                 generation.accept_prompt(prefix, logits[0])
                 n_read = generation.n_read
                 if _is_kept(n_read, len(ids), size):
@@ -250,11 +244,11 @@ class Engine:
             generation.end_prompt()
         return not generation.finished
 
-    def _draw(self) -> None:
+    def _draw_tokens(self) -> None:
         if self._texts is None:
             return
         with _failing(self._writing):
-            drawn = draw(
+            drawn = sample_next_tokens(
                 self._texts.logits,
                 [generation.sampling for generation in self._writing],
                 [generation.generator for generation in self._writing],
@@ -270,16 +264,15 @@ class Engine:
 
     def _keep_unfinished(self) -> None:
         """Remove the rows of texts that have ended or are cancelled."""
-        rows = []
-        for row, text in enumerate(self._writing):
-            if not text.finished and not text.cancelled:
-                rows.append(row)
+        rows = [
+            row for row, text in enumerate(self._writing) if not (text.finished or text.cancelled)
+        ]
         if len(rows) < len(self._writing):
             self._writing = [self._writing[row] for row in rows]
             self._texts = select_rows(self._texts, rows) if rows else None
 
 
-def stream(engine: Engine, generation: Generation) -> Iterator[str]:
+def stream_text(engine: Engine, generation: Generation) -> Iterator[str]:
     """Run the engine until this text ends, and yield the text that each turn adds.
 
     Other texts advance too.
@@ -313,7 +306,7 @@ def generate(gpt: GPT, tokenizer: Tokenizer, request: Request | str) -> Iterator
         ids = (tokenizer.eot_id, *tokenizer.encode(request))
         request = Request(ids, values["max_new_tokens"], sampling, values["seed"])
     engine = Engine(gpt, tokenizer.n_vocab, max_streams=1)
-    engine.check(request)
+    engine.check_length(request)
     text = Generation(request, tokenizer)
     engine.submit([text])
-    return stream(engine, text)
+    return stream_text(engine, text)

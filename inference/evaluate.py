@@ -14,13 +14,15 @@ from common.figures import drawn
 from common.settings import JsonDict, UserError
 from data.documents import sets_between
 from data.loader import CutWindows, EvalBatches, Windows, eval_batches
-from data.shards import TokenStream
-from inference.bounds import shares_beyond_bounds
+from data.shards import TokenStream, read_manifest
+from inference.bounds import find_shares_beyond_bounds
 from inference.eval_report import draw_evaluation, show_evaluation
-from inference.load import Loaded, ModelConfig, load, open_dataset
+from inference.load import Loaded, ModelConfig, load
 from model.gpt import GPT
+from runtime.checkpoint import MODEL_FILES, open_checkpoint
 from runtime.device import ProcessesConfig
 from runtime.distributed import World, join_world
+from runtime.launch import choose_processes, given_processes, launch_processes
 from runtime.losses import Loss, LossSums, window_losses
 
 _CONTEXTS = (1024, 4096, 16384, 65536)
@@ -28,6 +30,8 @@ _CONTEXTS = (1024, 4096, 16384, 65536)
 _WINDOW_CHUNK = 4096
 # Tokens of a long context that are read at once.
 _CONTEXT_CHUNK = 512
+_PLENTY = 10**9
+"""Windows, and tokens: a process that gets none costs little, as it is a fork."""
 
 
 class EvaluateConfig(ModelConfig, defaults="eval"):
@@ -59,6 +63,19 @@ class EvaluateConfig(ModelConfig, defaults="eval"):
     """Passages of the longest context, spread evenly over the split; null: the whole split."""
     micro_batch: int = Field(ge=1)
     """Windows that go through the model at once."""
+
+
+def launch_evaluation(config: EvaluateConfig) -> None:
+    """Like `run_evaluation`, in as many processes as runtime.processes asks for."""
+    n = given_processes(config.runtime)
+    if n is None:
+        checkpoint = open_checkpoint(config.checkpoint, MODEL_FILES)
+        # All processes open this one, and none warns of damaged ones again.
+        config = config.model_copy(update={"checkpoint": checkpoint.path})
+        state = checkpoint.state
+        at_once = config.micro_batch * min(config.seq_len or state.seq_len, _WINDOW_CHUNK)
+        n = choose_processes(state.model, _PLENTY, _PLENTY, at_once)
+    launch_processes(n, run_evaluation, config)
 
 
 class Evaluation(NamedTuple):
@@ -94,7 +111,7 @@ def run_evaluation(config: EvaluateConfig) -> JsonDict:
             "dataset_fingerprint": stream.manifest.fingerprint,
         }
         world.check_equal(settings | data)
-        result = measure(evaluation, world)
+        result = evaluate(evaluation, world)
         show_evaluation(result, str(checkpoint.path))
         if world.is_main:
             evaluation.loaded.write_result(result, config, "eval")
@@ -117,8 +134,16 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
     loaded = load(config)
     state = loaded.checkpoint.state
     dataset_dir = config.dataset_dir or state.own_dataset()
-    manifest = open_dataset(dataset_dir, loaded.tokenizer)
-    loss = state.data.loss if manifest.tokenizer.markers else "all"
+    manifest = read_manifest(dataset_dir)
+    made_with = manifest.tokenizer
+    tokenizer = loaded.tokenizer
+    if not tokenizer.extends(made_with.sha256):
+        raise UserError(
+            f"dataset_dir={dataset_dir} was made with tokenizer {made_with.name} (n_vocab "
+            f"{made_with.n_vocab}), the model with {tokenizer.name} (n_vocab {tokenizer.n_vocab}): "
+            "prepare the dataset with the model's tokenizer"
+        )
+    loss = state.data.loss if made_with.markers else "all"
     stream = TokenStream(dataset_dir, manifest, config.split, loss)
     if stream.n_tokens < 2:
         raise UserError(
@@ -130,24 +155,23 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
         raise UserError(
             f"stride={config.stride} would skip text between windows of {seq_len} tokens: lower it"
         )
-    measures_texts = config.stride or config.contexts
-    if loss == "answers" and measures_texts:
+    if loss == "answers" and (config.stride or config.contexts):
         raise UserError(
             "stride and contexts are for texts, and this loss is on the answers of conversations: "
             "leave them out, or give dataset_dir= of a text"
         )
-    contexts = _contexts(config, loaded, stream, seq_len)
-    n_batches = state.eval_batches
-    if config.batches is not None:
-        n_batches = None if config.batches == "all" else config.batches
+    contexts = _choose_contexts(config, loaded, stream, seq_len)
+    n_batches = None
     n_windows = None
+    if config.batches != "all":
+        n_batches = config.batches or state.eval_batches
     if n_batches is not None:
         n_windows = n_batches * max(1, state.batch_tokens // seq_len)
     windows = eval_batches(stream, seq_len, n_windows, config.stride)
     return Evaluation(config, loaded, windows, contexts, n_batches)
 
 
-def _contexts(
+def _choose_contexts(
     config: EvaluateConfig, loaded: Loaded, stream: TokenStream, seq_len: int
 ) -> list[int]:
     """Return the lengths of contexts to measure.
@@ -156,13 +180,11 @@ def _contexts(
         UserError: a length is longer than text or model allow.
     """
     longest = loaded.gpt.config.max_len or max(seq_len, stream.n_tokens)
+    contexts = config.contexts or []
     if stream.loss == "all":  # rows of conversations are padded
         longest = min(longest, stream.n_tokens - 1)
-    contexts = config.contexts
-    if contexts is None:
-        contexts = [context for context in _CONTEXTS if context <= longest]
-        if stream.loss == "answers":
-            contexts = []
+        if config.contexts is None:
+            contexts = [context for context in _CONTEXTS if context <= longest]
     lengths = {"contexts": max(contexts, default=0), "seq_len": config.seq_len or 0}
     for key, length in lengths.items():
         if length > longest:
@@ -173,7 +195,7 @@ def _contexts(
     return sorted({*contexts, min(seq_len, longest)}) if contexts else []
 
 
-def measure(evaluation: Evaluation, world: World) -> JsonDict:
+def evaluate(evaluation: Evaluation, world: World) -> JsonDict:
     """Return the content of eval.json; every process calls this."""
     config = evaluation.config
     windows = evaluation.windows
@@ -186,30 +208,28 @@ def measure(evaluation: Evaluation, world: World) -> JsonDict:
     for first, targets, losses in window_losses(
         gpt, windows, config.micro_batch, evaluation.loaded.compute, world, chunk
     ):
-        by_set.add(_sets(windows, first, len(targets)), targets, losses)
+        by_set.add(_find_sets(windows, first, len(targets)), targets, losses)
         by_position.add(by_position.bins, targets, losses)
     *losses_of_sets, loss = by_set.losses(world)
-    set_losses = dict(zip(set_names, losses_of_sets, strict=True))
-    largest_first = sorted(set_losses, key=lambda name: -set_losses[name].tokens)
+    losses_by_set = zip(set_names, losses_of_sets, strict=True)
+    largest_first = sorted(losses_by_set, key=lambda item: -item[1].tokens)
     *losses_of_bins, _ = by_position.losses(world)
     positions = by_position.rows(losses_of_bins)
     if windows.stream.loss == "answers":
         positions = []  # a position in a row of several conversations says nothing
     return {
-        **evaluation.loaded.about(),
+        **evaluation.loaded.describe(),
         "dataset_dir": str(windows.stream.dataset_dir),
         "split": config.split,
         "batches": evaluation.batches,
         "loss_of": windows.stream.loss,
-        **figures(loss),
+        **describe_loss(loss),
         "seq_len": windows.seq_len,
         "stride": min(config.stride or windows.seq_len, windows.seq_len),
         "context_windows": config.context_windows,
-        "sets": {
-            name: figures(set_losses[name]) for name in largest_first if set_losses[name].tokens
-        },
+        "sets": {name: describe_loss(loss) for name, loss in largest_first if loss.tokens},
         "by_position": positions,
-        "beyond_bounds": shares_beyond_bounds(gpt, windows, evaluation.loaded.compute),
+        "beyond_bounds": find_shares_beyond_bounds(gpt, windows, evaluation.loaded.compute),
         "contexts": [
             _measure_context(evaluation, gpt, context, byte_lengths, world)
             for context in evaluation.contexts
@@ -233,12 +253,12 @@ def _measure_context(
     *losses_of_bins, loss = by_position.losses(world)
     return {
         "context": context,
-        **figures(loss),
+        **describe_loss(loss),
         "by_position": by_position.rows(losses_of_bins),
     }
 
 
-def _sets(windows: EvalBatches, first: int, n_windows: int) -> Tensor:
+def _find_sets(windows: EvalBatches, first: int, n_windows: int) -> Tensor:
     """Return the index of each target's set, (n_windows, T); 0 where there is no target."""
     sets = np.zeros((n_windows, windows.seq_len), np.int64)
     if len(windows.stream.manifest.set_names) > 1:
@@ -251,7 +271,7 @@ def _sets(windows: EvalBatches, first: int, n_windows: int) -> Tensor:
     return torch.from_numpy(sets)
 
 
-def position_bins(length: int) -> list[int]:
+def choose_position_bins(length: int) -> list[int]:
     """Return the edges of bins of positions, two per octave: 0 1 2 3 4 6 8 12 ... and `length`."""
     powers = [2**k for k in range(length.bit_length())]
     between = [3 * n // 2 for n in powers]
@@ -262,7 +282,7 @@ class _PositionSums(LossSums):
     """Sums of losses by bins of positions in windows of `length` tokens."""
 
     def __init__(self, length: int, byte_lengths: Tensor) -> None:
-        self._edges = position_bins(length)
+        self._edges = choose_position_bins(length)
         super().__init__(len(self._edges) - 1, byte_lengths)
         edges = torch.tensor(self._edges)
         self.bins = torch.bucketize(torch.arange(length), edges, right=True).unsqueeze(0) - 1
@@ -278,7 +298,7 @@ class _PositionSums(LossSums):
         return rows
 
 
-def figures(loss: Loss) -> JsonDict:
+def describe_loss(loss: Loss) -> JsonDict:
     """Return a loss as eval.json stores it, with None for numbers that are not finite."""
     return {
         "tokens": loss.tokens,

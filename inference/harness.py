@@ -64,7 +64,7 @@ def run_harness(config: HarnessConfig) -> None:
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it announces each of its retries
     loaded = load(config)
-    max_length = _max_length(config, loaded)
+    max_length = _choose_max_length(config, loaded)
     say("reading the names of the harness's tasks ...")
     task_folder = None if config.include_path is None else str(config.include_path)
     manager = TaskManager(include_path=task_folder)
@@ -91,43 +91,37 @@ def run_harness(config: HarnessConfig) -> None:
             f"tasks={config.tasks} need data that cannot be fetched ({error}): check the network, "
             "or bring the folder HF_HOME of a machine that has run it"
         ) from error
-    show_table(_table(results))
+    show_table(_tabulate(results))
     settings = {"tasks", "num_fewshot", "limit", "max_length", "apply_chat_template"}
     result = {
-        **loaded.about(),
+        **loaded.describe(),
         **config.model_dump(mode="json", include=settings),
         **{key: results[key] for key in _KEPT if key in results},
     }
     loaded.write_result(result, config.model_copy(update={"include_path": None}), "lm_eval")
 
 
-def _max_length(config: HarnessConfig, loaded: Loaded) -> int | None:
+def _choose_max_length(config: HarnessConfig, loaded: Loaded) -> int | None:
     """Return the most tokens that the model may read; None: any number.
 
     Raises:
         UserError: the settings do not suit the model.
     """
-    if config.include_path is not None and not config.include_path.is_dir():
-        raise UserError(
-            f"include_path={config.include_path} is not a folder: give the folder of your "
-            "task files"
-        )
     if config.apply_chat_template and not isinstance(loaded.tokenizer, ChatTokenizer):
         raise UserError(
             f"apply_chat_template=true needs a chat model, and checkpoint={config.checkpoint} was "
             "not trained on conversations: leave it out"
         )
     max_len = loaded.gpt.config.max_len
-    max_length = config.max_length or max_len
-    if max_length is not None and max_len is not None and max_length > max_len:
+    if max_len is not None and (config.max_length or 0) > max_len:
         raise UserError(
-            f"max_length={max_length} is more than the model's {max_len} learned positions: "
+            f"max_length={config.max_length} is more than the model's {max_len} learned positions: "
             "lower it"
         )
-    return max_length
+    return config.max_length or max_len
 
 
-def _table(results: JsonDict) -> Table:
+def _tabulate(results: JsonDict) -> Table:
     """Return a table with a row for each metric of each task and filter of its answers."""
     table = table_of(["task", "filter", "metric"], ["shots", "examples", "value", "standard error"])
     for task, values in results["results"].items():
@@ -150,10 +144,6 @@ def find_tasks(names: str, manager: Any) -> list[str]:
         UserError: a name matches no task.
     """
     patterns = [name.strip() for name in names.split(",") if name.strip()]
-    if not patterns:
-        raise UserError(
-            "tasks is empty: give names of tasks, such as tasks=lambada_openai,hellaswag"
-        )
     for pattern in patterns:
         if not manager.match_tasks([pattern]):
             suggestion = nearest(pattern, manager.all_tasks)

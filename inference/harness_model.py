@@ -17,7 +17,7 @@ from common.console import Track
 from common.settings import UserError, decode
 from data.chat import IGNORED, parse_message
 from data.tokenizer import Tokenizer
-from inference.engine import Engine, stream
+from inference.engine import Engine, stream_text
 from inference.generation import Generation, Request
 from inference.sampling import SamplingConfig
 from model.gpt import GPT, GPTState
@@ -27,7 +27,7 @@ from runtime.device import Compute
 _IS_MARKER = "\0"
 _MAX_NEW_TOKENS = 256  # for tasks without a limit, as in the harness's other models
 # Tokens of a text that go through the model at once: bounds memory for texts of any length.
-_CHUNK = 512
+_TEXT_CHUNK = 512
 # Logits that are computed at once.
 _LOGITS = 2**26
 
@@ -110,10 +110,10 @@ class HarnessModel(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[Score]:
-        texts = [self._fitting(context, continuation) for _, context, continuation in requests]
-        return score(self.gpt, texts, self.micro_batch, self.compute)
+        texts = [self._fit(context, continuation) for _, context, continuation in requests]
+        return score_texts(self.gpt, texts, self.micro_batch, self.compute)
 
-    def _fitting(self, context: list[int], continuation: list[int]) -> Text:
+    def _fit(self, context: list[int], continuation: list[int]) -> Text:
         """Return context and continuation. If both are too long, the context loses its start."""
         if len(continuation) > self.max_length:
             raise UserError(
@@ -139,10 +139,10 @@ class HarnessModel(TemplateLM):
             for window in get_rolling_token_windows(
                 ids, self.prefix_token_id, length, context_len=1
             ):
-                windows.append(self._fitting(*make_disjoint_window(window)))
+                windows.append(self._fit(*make_disjoint_window(window)))
                 request_of.append(index)
         sums = [0.0] * len(requests)
-        scores = score(self.gpt, windows, self.micro_batch, self.compute)
+        scores = score_texts(self.gpt, windows, self.micro_batch, self.compute)
         for index, (log_likelihood, _) in zip(request_of, scores, strict=True):
             sums[index] += log_likelihood
         return sums
@@ -150,19 +150,19 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the continuation of each context, up to the first of its stop strings."""
         texts = [
-            Generation(self._request(request, seed), self._tokenizer)
+            Generation(self._translate(request, seed), self._tokenizer)
             for seed, request in enumerate(requests)
         ]
         engine = Engine(self.gpt, self._tokenizer.n_vocab, self.micro_batch)
         engine.submit(sorted(texts, key=lambda text: -len(text.request.ids)))
         with Track("continuations", len(texts)) as track, self.compute.autocast():
             for text in texts:
-                for _ in stream(engine, text):
+                for _ in stream_text(engine, text):
                     pass
                 track.advance(1)
         return [text.text for text in texts]
 
-    def _request(self, instance: Instance, seed: int) -> Request:
+    def _translate(self, instance: Instance, seed: int) -> Request:
         context, settings = instance.args
         settings = dict(normalize_gen_kwargs(settings, _MAX_NEW_TOKENS))
         n_new = settings["max_gen_toks"]
@@ -175,14 +175,13 @@ class HarnessModel(TemplateLM):
         ids = ids[n_new - self.max_length :]
         # A task may give no temperature.
         sampling = {"temperature": 1.0 if settings.get("do_sample") else 0.0}
-        for name in SamplingConfig.model_fields:
-            if settings.get(name) is not None:
-                sampling[name] = settings[name]
+        given = {name: settings.get(name) for name in SamplingConfig.model_fields}
+        sampling |= {name: value for name, value in given.items() if value is not None}
         stop = tuple(filter(None, settings["until"]))
         return Request(tuple(ids), n_new, decode(SamplingConfig, sampling), seed, stop)
 
 
-def score(gpt: GPT, texts: Sequence[Text], micro_batch: int, compute: Compute) -> list[Score]:
+def score_texts(gpt: GPT, texts: Sequence[Text], micro_batch: int, compute: Compute) -> list[Score]:
     """Return the score of each text, in order.
 
     `micro_batch` texts of similar length go through the model at once.
@@ -201,8 +200,8 @@ def _score_batch(gpt: GPT, texts: Sequence[Text]) -> list[Score]:
     # The last token is only a target. A text of one token has none, and is read all the same.
     token_ids = [ids[:-1] or ids for ids, _ in texts]
     targets = [[IGNORED] * (n - 1) + ids[n:] for ids, n in texts]
-    token_chunks = _chunks(token_ids, 0, gpt.device)
-    target_chunks = _chunks(targets, IGNORED, gpt.device)
+    token_chunks = _pad_and_split(token_ids, 0, gpt.device)
+    target_chunks = _pad_and_split(targets, IGNORED, gpt.device)
     # Log-likelihood, and the number of tokens that are not the likeliest.
     sums = torch.zeros(len(texts), 2, dtype=torch.float64, device=gpt.device)
     n_at_once = max(1, _LOGITS // gpt.config.n_vocab_padded)
@@ -220,7 +219,7 @@ def _score_batch(gpt: GPT, texts: Sequence[Text]) -> list[Score]:
     return [(log_likelihood, n_missed == 0) for log_likelihood, n_missed in sums.tolist()]
 
 
-def _chunks(rows: list[list[int]], padding: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Pad rows at their ends to (B, T), and split them into chunks of _CHUNK columns."""
+def _pad_and_split(rows: list[list[int]], padding: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Pad rows at their ends to (B, T), and split them into chunks of _TEXT_CHUNK columns."""
     tensors = [torch.tensor(row, dtype=torch.int64) for row in rows]
-    return pad_sequence(tensors, True, padding).to(device).split(_CHUNK, dim=1)
+    return pad_sequence(tensors, True, padding).to(device).split(_TEXT_CHUNK, dim=1)

@@ -9,8 +9,7 @@ import torch
 
 from common.console import say_once
 from common.files import name_of
-from common.settings import JsonDict, Settings, UserError
-from data.shards import Manifest, read_manifest
+from common.settings import JsonDict, Settings
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
 from runtime.checkpoint import MODEL_FILES, Checkpoint, load_model, open_checkpoint
@@ -52,7 +51,7 @@ class Loaded(NamedTuple):
             prove_logits(gpt, self.compute, autocast)
         return gpt
 
-    def about(self) -> JsonDict:
+    def describe(self) -> JsonDict:
         """Return the description of the model in a stored result."""
         return {
             "run": self.checkpoint.run_dir.name,
@@ -72,33 +71,16 @@ class Loaded(NamedTuple):
         if kind != "eval":
             words.append(kind)
         for key, value in sorted(values.items()):
-            if value == defaults[key]:
-                continue
-            if isinstance(value, list):
-                value = "-".join(map(str, value)) or "none"
-            words.append(f"{key}={value}")
+            if value != defaults[key]:
+                is_list = isinstance(value, list)
+                text = "-".join(map(str, value)) or "none" if is_list else value
+                words.append(f"{key}={text}")
         if config.runtime.dtype != "auto":
             words.append(f"runtime.dtype={config.runtime.dtype}")
         name = name_of(words)
         text = json.dumps(result, indent=2, default=str) + "\n"
         self.checkpoint.write_result(f"evals/{name}.json", text)
         self.checkpoint.write_result(f"{kind}.json", text)
-
-
-def open_dataset(dataset_dir: Path, tokenizer: Tokenizer) -> Manifest:
-    """Read the manifest of a dataset for a model with this tokenizer.
-
-    Raises:
-        UserError: there is no such dataset, or it was made with another tokenizer.
-    """
-    manifest = read_manifest(dataset_dir)
-    if not tokenizer.extends(manifest.tokenizer.sha256):
-        raise UserError(
-            f"dataset_dir={dataset_dir} was made with tokenizer {manifest.tokenizer.name} (n_vocab "
-            f"{manifest.tokenizer.n_vocab}), the model with {tokenizer.name} (n_vocab "
-            f"{tokenizer.n_vocab}): prepare the dataset with the model's tokenizer"
-        )
-    return manifest
 
 
 def load(config: ModelConfig) -> Loaded:

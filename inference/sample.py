@@ -17,7 +17,7 @@ from common.files import parse_json
 from common.settings import JsonDict, UserError
 from data.chat import ChatTokenizer
 from data.tokenizer import Tokenizer
-from inference.engine import Engine, PromptCache, stream
+from inference.engine import Engine, PromptCache, stream_text
 from inference.generation import Generation, Request
 from inference.load import Loaded, ModelConfig, load
 from inference.sampling import SamplingConfig
@@ -121,7 +121,7 @@ def run_sampling(config: SampleConfig) -> list[str]:
 
 
 def _converse(loaded: Loaded, message: str, config: SampleConfig) -> list[str]:
-    conversation = Conversation(loaded.gpt, _chat_tokenizer(loaded, "interactive=true"), config)
+    conversation = Conversation(loaded.gpt, _require_chat(loaded, "interactive=true"), config)
     try:
         take_turns(conversation, message)
     finally:
@@ -129,7 +129,7 @@ def _converse(loaded: Loaded, message: str, config: SampleConfig) -> list[str]:
     return [text for role, text in conversation.messages if role == "assistant"]
 
 
-def _chat_tokenizer(loaded: Loaded, option: str) -> ChatTokenizer:
+def _require_chat(loaded: Loaded, option: str) -> ChatTokenizer:
     """Return the tokenizer of a chat model. Raise UserError if the model is not one."""
     if isinstance(loaded.tokenizer, ChatTokenizer):
         return loaded.tokenizer
@@ -145,44 +145,48 @@ def _continue(loaded: Loaded, prompts: list[str], config: SampleConfig) -> list[
     if isinstance(loaded.tokenizer, ChatTokenizer) and not config.message:
         say("this chat model continues prompt as a text: to ask it a question, give message")
     # With the cache, the samples of a prompt read its whole chunks once.
-    engine = _engine(loaded.gpt, loaded.tokenizer, config.micro_batch)
-    samples = _samples(loaded, prompts, config, engine)
+    engine = _build_engine(loaded.gpt, loaded.tokenizer, config.micro_batch)
+    samples = _list_samples(loaded, prompts, config, engine)
     engine.submit(sample for _, sample in samples)
     started = time.perf_counter()
     try:
         engine.turn()  # the model's own messages come here, not in the middle of a text
         for i, (prompt, sample) in enumerate(samples):
             if is_text:
-                heading = _heading(i, len(prompts), config.num_samples, sample.request.seed)
-                show(heading + _shown(prompt, config))
-            for text in stream(engine, sample):
+                heading = _format_heading(i, len(prompts), config.num_samples, sample.request.seed)
+                show(heading + _format_prompt(prompt, config))
+            for text in stream_text(engine, sample):
                 if is_text:
                     show(text)
-            line = "" if is_text else json.dumps(_record(prompt, sample))
+            line = "" if is_text else json.dumps(_describe_sample(prompt, sample))
             show(f"{line}\n")
     except KeyboardInterrupt:
         show("\n")
         raise
     finally:  # interrupted texts are kept too
-        texts = [_shown(prompt, config) + sample.text for prompt, sample in samples if sample.drawn]
+        texts = [
+            _format_prompt(prompt, config) + sample.text
+            for prompt, sample in samples
+            if sample.drawn
+        ]
         if texts:
             loaded.checkpoint.write_result("sample.txt", "\n\n---\n\n".join(texts) + "\n")
             _say_rate(sum(sample.n_tokens for _, sample in samples), time.perf_counter() - started)
     return [sample.text for _, sample in samples]
 
 
-def _engine(gpt: GPT, tokenizer: Tokenizer, max_streams: int) -> Engine:
+def _build_engine(gpt: GPT, tokenizer: Tokenizer, max_streams: int) -> Engine:
     """Return an engine that keeps the state of the last prompt."""
     cache = PromptCache(max_states=1, max_bytes=sys.maxsize)
     return Engine(gpt, tokenizer.n_vocab, max_streams, cache=cache)
 
 
-def _shown(prompt: str, config: SampleConfig) -> str:
+def _format_prompt(prompt: str, config: SampleConfig) -> str:
     """Return a prompt as it is shown before its continuation, or a message before its answer."""
     return f"> {prompt}\n" if config.message else prompt
 
 
-def _samples(
+def _list_samples(
     loaded: Loaded, prompts: list[str], config: SampleConfig, engine: Engine
 ) -> list[tuple[str, Generation]]:
     """Return the continuations to draw, with their prompts.
@@ -193,24 +197,24 @@ def _samples(
     samples = []
     for prompt in prompts:
         if config.message:
-            tokenizer = _chat_tokenizer(loaded, "message")
-            ids = _chat_ids(tokenizer, [*config.beginning, ("user", prompt)])
+            tokenizer = _require_chat(loaded, "message")
+            ids = _encode_chat(tokenizer, [*config.beginning, ("user", prompt)])
         else:
             # In training, every text follows the end of another.
             ids = (loaded.tokenizer.eot_id, *loaded.tokenizer.encode(prompt))
         for i in range(config.num_samples):
             request = Request(ids, config.max_new_tokens, config, config.seed + i, config.stop)
-            engine.check(request)
+            engine.check_length(request)
             samples.append((prompt, Generation(request, loaded.tokenizer)))
     return samples
 
 
-def _chat_ids(tokenizer: ChatTokenizer, messages: list[tuple[str, str]]) -> tuple[int, ...]:
+def _encode_chat(tokenizer: ChatTokenizer, messages: list[tuple[str, str]]) -> tuple[int, ...]:
     """Return the ids of a conversation, after which the assistant answers."""
     return (tokenizer.eot_id, *tokenizer.encode_chat(messages, answer=True))
 
 
-def _record(prompt: str, sample: Generation) -> JsonDict:
+def _describe_sample(prompt: str, sample: Generation) -> JsonDict:
     return {
         "prompt": prompt,
         "text": sample.text,
@@ -221,7 +225,7 @@ def _record(prompt: str, sample: Generation) -> JsonDict:
     }
 
 
-def _heading(i: int, n_prompts: int, n_samples: int, seed: int) -> str:
+def _format_heading(i: int, n_prompts: int, n_samples: int, seed: int) -> str:
     """Return a line that names the i-th of all continuations, or "" if it is the only one."""
     prompt, sample = divmod(i, n_samples)
     names = []
@@ -236,37 +240,31 @@ def read_prompts(config: SampleConfig) -> list[str]:
     """Return the prompts. The end of the last line of standard input is not part of one.
 
     Raises:
-        UserError: they cannot be read, or there are none.
+        UserError: they are not in UTF-8, or there are none.
     """
     path = config.prompts_file
     source = "the prompt" if path is None else f"prompts_file={path}"
+    text = config.prompt or config.message
     try:
-        text = config.prompt or config.message
-        is_piped = text == "-"
-        if is_piped:
-            text = sys.stdin.read()
         if path is not None:
-            with path.open(encoding="utf-8", newline="") as file:
-                text = file.read()
+            text = path.read_bytes().decode()
+        elif text == "-":  # a file, and what `echo` prints, end with a new line
+            text = re.sub(r"\r?\n\Z", "", sys.stdin.read())
         if "\0" in text:  # UTF-16 has them, and text has none
             raise UnicodeError
         # An argument's invalid bytes are surrogates, which fail here.
         f"{config.system}{text}".encode()
-    except OSError as error:
-        raise UserError(f"{source} cannot be read: {error.strerror}") from None
     except UnicodeError:
         raise UserError(
             f"{source} is not in UTF-8: convert it, as in iconv -f UTF-16 -t UTF-8 OLD > NEW"
         ) from None
     text = text.removeprefix("\ufeff")  # the byte order mark
-    if path is not None:
-        prompts = [line for line in re.split(r"\r?\n", text) if line]
-        if not prompts:
-            raise UserError(f"prompts_file={path} has no prompts: write one per line")
-        return prompts
-    if is_piped:  # a file, and what `echo` prints, end with a new line
-        text = re.sub(r"\r?\n\Z", "", text)
-    return [text]
+    if path is None:
+        return [text]
+    prompts = [line for line in re.split(r"\r?\n", text) if line]
+    if not prompts:
+        raise UserError(f"{source} has no prompts: write one per line")
+    return prompts
 
 
 class Conversation:
@@ -279,7 +277,7 @@ class Conversation:
         self._tokenizer = tokenizer
         self._config = config
         self._generator = torch.Generator().manual_seed(config.seed)
-        self._engine = _engine(gpt, tokenizer, 1)
+        self._engine = _build_engine(gpt, tokenizer, 1)
 
     @property
     def text(self) -> str:
@@ -300,19 +298,19 @@ class Conversation:
                 unchanged.
         """
         messages = [*self.messages, ("user", message)]
-        ids = _chat_ids(self._tokenizer, messages)
+        ids = _encode_chat(self._tokenizer, messages)
         n_new = self._config.max_new_tokens
         max_len = self._gpt.config.max_len
         if max_len is not None:
             n_new = max(1, min(n_new, max_len - len(ids)))
         request = Request(ids, n_new, self._config, stop=self._config.stop)
-        self._engine.check(request)
+        self._engine.check_length(request)
         answer = Generation(request, self._tokenizer)
         answer.generator = self._generator
         self._engine.submit([answer])
         shown = ""
         try:
-            for text in stream(self._engine, answer):
+            for text in stream_text(self._engine, answer):
                 shown += text
                 yield text
         finally:
@@ -334,25 +332,21 @@ def take_turns(conversation: Conversation, message: str = "") -> None:
     )
     if message:
         show(f"> {message}\n")
-    text = message or _ask()
+    text = message or _read_message()
     while text is not None:
         if text:
-            _show_answer(conversation, text)
-        text = _ask()
+            try:
+                for new in conversation.answer(text):
+                    show(new)
+            except KeyboardInterrupt:  # it ends this answer only
+                pass
+            except UserError as error:
+                show(f"({error})")
+            show("\n")
+        text = _read_message()
 
 
-def _show_answer(conversation: Conversation, message: str) -> None:
-    try:
-        for text in conversation.answer(message):
-            show(text)
-    except KeyboardInterrupt:  # it ends this answer only
-        pass
-    except UserError as error:
-        show(f"({error})")
-    show("\n")
-
-
-def _ask() -> str | None:
+def _read_message() -> str | None:
     """Return what a person types, with lines that end in a backslash joined; None at the end.
 
     Lines from a pipe are shown.
@@ -363,13 +357,9 @@ def _ask() -> str | None:
         prompt = "... " if text else "> "
         try:
             line = input(prompt if typing else "")
-            line.encode()
         except (EOFError, KeyboardInterrupt):
             show("\n" if typing else "")
             return None
-        except UnicodeError:
-            show("(that line was not UTF-8: type it again)\n")
-            continue
         if not line.endswith("\\"):
             text += line
             if text and not typing:
@@ -380,7 +370,7 @@ def _ask() -> str | None:
 
 def _say_rate(n_tokens: int, seconds: float) -> None:
     """Print how many tokens were drawn, and how fast."""
-    rate = ": the text ended at once; try another seed or prompt"
+    note = ": the text ended at once; try another seed or prompt"
     if n_tokens:
-        rate = f", {n_tokens / max(seconds, 1e-9):.0f} a second"
-    say(f"({count(n_tokens, 'token')}{rate})")
+        note = f", {n_tokens / seconds:.0f} a second"
+    say(f"({count(n_tokens, 'token')}{note})")

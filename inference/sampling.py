@@ -38,12 +38,12 @@ class SamplingConfig(Settings):
     """Sample among tokens at least this many times as likely as the likeliest; null: all."""
 
 
-def draw(
+def sample_next_tokens(
     logits: Tensor,
     samplings: Sequence[SamplingConfig],
     generators: Sequence[torch.Generator],
 ) -> list[int]:
-    """Draw the next token of every text, on the device of the logits.
+    """Return the next token of every text, drawn on the device of the logits.
 
     It is -1 if a text's logits are not finite in float32. A token depends only on the row, settings
     and generator of its own text.
@@ -61,15 +61,15 @@ def draw(
     for sampling, rows in rows_of.items():
         n_at_once = _CPU_ROWS if logits.is_cpu else len(rows)
         for index in torch.tensor(rows, device=logits.device).split(n_at_once):
-            drawn[index] = _draw(logits[index], sampling, uniform[index])
+            drawn[index] = _sample_rows(logits[index], sampling, uniform[index])
     return drawn.tolist()
 
 
-def _draw(logits: Tensor, sampling: SamplingConfig, uniform: Tensor) -> Tensor:
+def _sample_rows(logits: Tensor, sampling: SamplingConfig, uniform: Tensor) -> Tensor:
     """Draw (B,) by the same settings for all rows, given numbers (B,) in [0, 1)."""
     logits = logits.float()
     finite = logits.amin(-1).isfinite() & logits.amax(-1).isfinite()
-    ids, weights = weigh(logits, sampling)  # arbitrary for rows that are not finite
+    ids, weights = weigh_tokens(logits, sampling)  # arbitrary for rows that are not finite
     sums = weights.cumsum(-1)
     places = (uniform * sums[:, -1]).long().unsqueeze(-1)
     indices = torch.searchsorted(sums, places, right=True)  # (B, 1)
@@ -77,7 +77,7 @@ def _draw(logits: Tensor, sampling: SamplingConfig, uniform: Tensor) -> Tensor:
     return ids.gather(-1, indices).squeeze(-1).where(finite, -1)
 
 
-def weigh(logits: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
+def weigh_tokens(logits: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
     """Ids and weights, both int64 (B, K), of all tokens that can be drawn.
 
     A weight of 0 is never drawn. Weights are in proportion to probabilities, in multiples of 2^-52
@@ -96,12 +96,12 @@ def weigh(logits: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
     largest = logits.amax(-1, keepdim=True).double()
     temperature = max(sampling.temperature, 1e-300)
     if sampling.top_k is not None and sampling.top_k < n_vocab:
-        ids, logits = _largest(logits, sampling.top_k)
+        ids, logits = _find_largest(logits, sampling.top_k)
     else:
         ids = torch.arange(n_vocab, device=logits.device).expand_as(logits)
     weights = (logits - largest).div_(temperature).softmax(-1).mul_(_ONE).long()
     if sampling.top_p is not None and sampling.top_p < 1:
-        indices, weights = _nucleus(logits, weights, sampling.top_p)
+        indices, weights = _find_nucleus(logits, weights, sampling.top_p)
         ids = ids.gather(-1, indices)
     if sampling.min_p is not None:  # Nguyen et al. 2024, section 3
         likeliest = weights.amax(-1, keepdim=True).double()
@@ -110,7 +110,7 @@ def weigh(logits: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
     return ids, weights
 
 
-def _nucleus(logits: Tensor, weights: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+def _find_nucleus(logits: Tensor, weights: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     """Indices and weights (B, n) of the nucleus, descending; weights outside it are 0.
 
     Of equally likely tokens, the first come in.
@@ -120,7 +120,7 @@ def _nucleus(logits: Tensor, weights: Tensor, top_p: float) -> tuple[Tensor, Ten
     # need not be sorted.
     least = ((1 - top_p) / weights.shape[-1] * total).long()
     n_large = (weights >= least).sum(-1)
-    indices, logits = _largest(logits, max(1, int(n_large.max())))
+    indices, logits = _find_largest(logits, max(1, int(n_large.max())))
     order = logits.sort(dim=-1, descending=True, stable=True).indices
     indices = indices.gather(-1, order)
     weights = weights.gather(-1, indices)
@@ -128,7 +128,7 @@ def _nucleus(logits: Tensor, weights: Tensor, top_p: float) -> tuple[Tensor, Ten
     return indices, weights.where(before < top_p * total, 0)
 
 
-def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _find_largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Indices, ascending, and values of the k largest in each row (B, K), both (B, k)."""
     indices = x.topk(k).indices.sort(-1).values
     return indices, x.gather(-1, indices)

@@ -5,9 +5,9 @@ import torch
 from common.settings import decode
 from data.chat import ChatTokenizer
 from data.tokenizer import BytesConfig, build_tokenizer
-from inference.engine import CHUNK, read
+from inference.engine import PROMPT_CHUNK, read_tokens
 from inference.generation import Generation
-from inference.sampling import SamplingConfig, draw
+from inference.sampling import SamplingConfig, sample_next_tokens
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.graphs import DecodingStep
@@ -31,16 +31,16 @@ def drawn_without_engine(gpt, prompts, n, n_vocab, sampling=None, seed=0):
     texts = []
     for prompt in prompts:
         prefix = None
-        for chunk in prompt.unsqueeze(0).split(CHUNK, dim=1):
-            prefix, _ = read(gpt, chunk, n_vocab, prefix)
+        for chunk in prompt.unsqueeze(0).split(PROMPT_CHUNK, dim=1):
+            prefix, _ = read_tokens(gpt, chunk, n_vocab, prefix)
         texts.append(prefix)
     prefix, step = cat_states(texts), DecodingStep(gpt, len(texts))
     sampling, generators = sampling or SamplingConfig(), [torch.Generator().manual_seed(seed) for _ in texts]
     drawn = []
     while len(drawn) < n:
         if drawn:
-            prefix, _ = read(gpt, drawn[-1].unsqueeze(1), n_vocab, prefix, step)
-        drawn.append(torch.tensor(draw(prefix.logits, [sampling] * len(texts), generators)))
+            prefix, _ = read_tokens(gpt, drawn[-1].unsqueeze(1), n_vocab, prefix, step)
+        drawn.append(torch.tensor(sample_next_tokens(prefix.logits, [sampling] * len(texts), generators)))
     return torch.stack(drawn, dim=1)
 
 

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,10 +25,8 @@ from runtime.device import (
 from runtime.distributed import World
 from tools.bench.harness import composed, in_own_process, machine, print_table
 from tools.bench.train import measure_rate
-from tools.plan import duration, gigabytes
-from tools.step_memory import memory_of
+from tools.plan import duration, gigabytes, largest_micro_batch
 from trainer.config import TrainConfig
-from trainer.micro_batch import SPARE, find_largest_fit
 from trainer.start import prove_micro_batch
 
 FLAGSHIP = ["experiment=pile_125m", "model=flagship_125m"]
@@ -55,8 +52,8 @@ def examine(training: bool) -> None:
     compute = choose_compute(config.runtime)
     problems: list[str] = []
 
-    def attempt(name: str, work: Callable[[], Any]) -> Any:
-        """Return the result of `work`, or None; an error becomes a problem."""
+    def attempt(name: str, work: Callable[[], JsonDict]) -> JsonDict:
+        """Return the rows that `work` finds; an error becomes a problem."""
         say(f"{name} ...")
         try:
             return work()
@@ -65,19 +62,17 @@ def examine(training: bool) -> None:
             if out_of_memory(error):
                 reason = "out of memory, use a machine with more, or a smaller model"
             problems.append(f"{name} fails ({type(error).__name__}): {reason}")
-            return None
+            return {}
 
-    about = attempt("versions", versions) or {}
-    proofs: dict[str, str] = {}
+    rows = attempt("versions", find_versions)
     if device == "cuda":
-        proofs = attempt("gradients", prove_models) or {}
-    trained = None
+        for name, outcome in attempt("gradients", prove_models).items():
+            rows[f"gradients of {name}"] = outcome
+            if outcome != AGREES:
+                problems.append(f"{name}: {outcome}")
     if training:
-        trained = attempt("a training step", lambda: training_step(config, compute))
-    problems += [f"{name}: {outcome}" for name, outcome in proofs.items() if outcome != AGREES]
-    lines = [*findings(), *problems]
-    rows = about | {f"gradients of {name}": outcome for name, outcome in proofs.items()}
-    rows |= trained or {}
+        rows |= attempt("a training step", lambda: time_training(config, compute))
+    lines = [*find_faults(), *problems]
     print_table("this machine", [{"what": name, "found": value} for name, value in rows.items()])
     for line in lines or ["nothing is wrong"]:
         say(f"- {line}")
@@ -87,23 +82,21 @@ def examine(training: bool) -> None:
         )
 
 
-def prove_models() -> dict[str, str]:
+def prove_models() -> JsonDict:
     """Prove the first gradient of several models, and return the outcome of each.
 
     Each has a process of its own, which a kernel may crash.
     """
     models = {words[-1].partition("=")[2]: words for words in (FLAGSHIP, *OTHERS)}
-    outcomes = {}
+
+    def prove_alone(words: list[str]) -> str:
+        try:
+            return in_own_process(prove_model, words)
+        except (UserError, RuntimeError) as error:
+            return f"{error}: train with runtime.kernels=false"
+
     with ThreadPoolExecutor(len(models)) as threads:  # they compile, each on one core
-        futures = {}
-        for name, words in models.items():
-            futures[name] = threads.submit(in_own_process, prove_model, words)
-        for name, future in futures.items():
-            try:
-                outcomes[name] = future.result()
-            except (UserError, RuntimeError) as error:
-                outcomes[name] = f"{error}: train with runtime.kernels=false"
-    return outcomes
+        return dict(zip(models, threads.map(prove_alone, models.values()), strict=True))
 
 
 def prove_model(words: list[str]) -> str:
@@ -120,18 +113,15 @@ def prove_model(words: list[str]) -> str:
     return AGREES if is_right else "are right only without kernels and torch.compile"
 
 
-def training_step(config: TrainConfig, compute: Compute) -> JsonDict:
+def time_training(config: TrainConfig, compute: Compute) -> JsonDict:
     """Return tokens per second of one device in a run of the flagship, and the run's time."""
     n_device = max(1, torch.cuda.device_count())
     size = 1  # on a CPU, one sequence takes seconds
     if compute.device.type == "cuda":
         with torch.device("meta"):
             gpt = GPT(config.model)
-        room = torch.cuda.mem_get_info()[1] * (1 - SPARE)
-        most = find_largest_fit(
-            lambda size: memory_of(gpt, config, compute, n_device, size).peak <= room,
-            config.share_of(n_device),
-        )
+        memory = torch.cuda.mem_get_info()[1]
+        most = largest_micro_batch(gpt, config, compute, n_device, memory)
         size = max(1, ceil_div(most, 2))  # half of what should fit
     rate = measure_rate(config, size)
     tokens = config.tokens(config.last_step)
@@ -143,7 +133,7 @@ def training_step(config: TrainConfig, compute: Compute) -> JsonDict:
     }
 
 
-def versions() -> JsonDict:
+def find_versions() -> JsonDict:
     """Return system, processor, versions and GPUs; nothing names the host or its user."""
     about = machine()
     rows: JsonDict = {
@@ -153,7 +143,7 @@ def versions() -> JsonDict:
         "torch": about["torch"],
         "cuda": torch.version.cuda,
         "triton": triton_version(),
-        "driver": driver(),
+        "driver": driver_version(),
         "commit": about["git_commit"],
         "memory": gigabytes(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
         "free disk": gigabytes(shutil.disk_usage(".").free),
@@ -165,17 +155,17 @@ def versions() -> JsonDict:
     return rows
 
 
-def driver(proc: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+def driver_version(proc: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     """Return the version of the NVIDIA driver that is loaded, or None."""
     words = proc.read_text().partition("\n")[0].split() if proc.is_file() else []
     return next((word for word in words if word[0].isdigit() and "." in word), None)
 
 
-def findings(dev: Path = Path("/dev")) -> Iterator[str]:
+def find_faults(dev: Path = Path("/dev")) -> Iterator[str]:
     """Yield lines that say what is wrong and what to do."""
     reason = why_gpu_is_unseen(dev)
     if torch.cuda.is_available():
-        yield from _of_gpu()
+        yield from _find_gpu_faults()
     elif reason:
         yield f"torch does not see the GPU: {reason}"
     elif any(dev.glob("nvidia[0-9]*")):
@@ -185,7 +175,7 @@ def findings(dev: Path = Path("/dev")) -> Iterator[str]:
         yield f"only {free / 1e9:.1f} GB are free here: give train.py a run_dir on a larger disk"
 
 
-def _of_gpu() -> Iterator[str]:
+def _find_gpu_faults() -> Iterator[str]:
     gpu = torch.cuda.get_device_properties(0)
     built = torch.cuda.get_arch_list()
     if not any(name.startswith(f"sm_{gpu.major}") for name in built):

@@ -1,6 +1,8 @@
 """scripts/inspect_dataset.py: shows the sets of a dataset, its text, and what a step read."""
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from random import randrange
 
@@ -37,7 +39,6 @@ def inspect(
         UserError: there is no such dataset, run or token, or the run was trained on another
             dataset.
     """
-    state = None
     if run_dir is not None:
         state = open_checkpoint(run_dir, files=["state.json"]).state
         dataset_dir = dataset_dir or state.own_dataset()
@@ -45,11 +46,7 @@ def inspect(
         raise UserError("nothing to inspect: give dataset_dir, or run_dir and step")
     manifest = read_manifest(dataset_dir)
     if step is not None:
-        if window or random or split != "train":
-            raise UserError(
-                "step shows what training read: leave out split, window and random, or step"
-            )
-        if state is None or run_dir is None:
+        if run_dir is None:
             raise UserError("step needs a run: give run_dir")
         batches = _batches(run_dir, dataset_dir, manifest, state)
         _show_step(step, batches, state.step, tokens)
@@ -124,14 +121,10 @@ def row_text(stream: TokenStream, ranges: Ranges, n_tokens: int, tokens: Sequenc
         marked = np.zeros(stop - start, bool)
         if stream.loss == "answers":
             marked = _are_targets(stream, start, stop)
-        open_before = False
-        for token_id, is_target in zip(stream.read(start, stop).tolist(), marked, strict=True):
-            if is_target != open_before:
-                text += ("⟦" if is_target else "⟧").encode()
-            text += tokens[token_id]
-            open_before = is_target
-        if open_before:
-            text += "⟧".encode()
+        ids = stream.read(start, stop).tolist()
+        for is_target, group in groupby(zip(ids, marked, strict=True), itemgetter(1)):
+            words = b"".join(tokens[token_id] for token_id, _ in group)
+            text += "⟦".encode() + words + "⟧".encode() if is_target else words
     return printable(text.decode(errors="replace"), whitespace="\n\t")
 
 

@@ -1,5 +1,6 @@
 """Predicts the memory, time and disk space of a training run."""
 
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,12 +69,12 @@ class Target(NamedTuple):
     """Kind of device, and dtype."""
     memory: float | None
     """Bytes of one device; None: unknown, or a CPU's."""
-    peak: float | None
-    """FLOP/s of one device in the dtype of the run; None: unknown."""
+    peak: float
+    """FLOP/s of one device in the dtype of the run; NaN: unknown."""
 
 
 def plan(config: PlanConfig) -> JsonDict:
-    """All figures by section, in bytes, seconds and tokens. None means unknown.
+    """All figures by section, in bytes, seconds and tokens. None and NaN mean unknown.
 
     Raises:
         UserError: the plan needs a device that this machine does not have.
@@ -82,17 +83,12 @@ def plan(config: PlanConfig) -> JsonDict:
     share = config.share_of(config.n_device)
     with torch.device("meta"):
         gpt = GPT(config.model)
-
-    def memory_with(micro_batch: int) -> Memory:
-        return memory_of(gpt, config, target.compute, config.n_device, micro_batch)
-
     most = None  # unknown; 0: not even one sequence fits
     if target.memory is not None:
-        room = target.memory * (1 - SPARE)
-        most = find_largest_fit(lambda size: memory_with(size).peak <= room, share)
+        most = largest_micro_batch(gpt, config, target.compute, config.n_device, target.memory)
     size = config.runtime.micro_batch_on(target.compute.device) or most or 1
     micro_batch = min(size, share)
-    memory = memory_with(micro_batch)
+    memory = memory_of(gpt, config, target.compute, config.n_device, micro_batch)
     flops_per_token = gpt.flops_per_token(config.seq_len)
     # A checkpoint has the weights, and the optimizer's state of each.
     n_stored = gpt.n_params() * (1 + config.optim.means(gpt))
@@ -116,6 +112,17 @@ def plan(config: PlanConfig) -> JsonDict:
     }
 
 
+def largest_micro_batch(
+    gpt: GPT, config: TrainConfig, compute: Compute, n_device: int, memory: float
+) -> int:
+    """Return how many sequences should fit in a device's memory; 0: not even one."""
+    room = memory * (1 - SPARE)
+    return find_largest_fit(
+        lambda size: memory_of(gpt, config, compute, n_device, size).peak <= room,
+        config.share_of(n_device),
+    )
+
+
 def find_target(config: PlanConfig) -> Target:
     """The requested device, or this machine's.
 
@@ -123,54 +130,46 @@ def find_target(config: PlanConfig) -> Target:
         UserError: this machine has no GPU.
     """
     device = config.device
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    runs_on_cpu = config.runtime.device == "cpu" or gpu is None
-    if device == "auto" and runs_on_cpu:
-        if config.runtime.device == "cuda":
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    if device == "auto":
+        device = config.runtime.device
+        if device == "cuda" and not gpu:
             raise UserError(
                 "runtime.device=cuda, but there is no GPU here: name one, such as device=a100-40gb"
             )
-        device = "cpu"
-    # From here on, "auto" is this machine's GPU. `known` is None if the table has no such device.
+        if device == "auto":
+            device = "cuda" if gpu else "cpu"
+    # "cuda" is this machine's GPU. `known` is None if the table has no such device.
+    known = device_of_gpu(gpu) if device == "cuda" else device_by_name(device)
     kind = torch.device("cpu" if device == "cpu" else "cuda")
-    known = device_of_gpu(gpu or "") if device == "auto" else device_by_name(device)
     dtype = config.runtime.dtype
     if dtype == "auto":
         is_fast = known.bfloat16 is not None if known else is_bfloat16_fast(kind)
         dtype = "bfloat16" if is_fast else "float32"
     compute = Compute(kind, getattr(torch, dtype), config.runtime.sequence_chunk)
     if known is not None:
-        return Target(known.name, compute, known.memory * 1e9, known.peak(compute.dtype))
-    if device == "auto":
-        return Target(gpu or "", compute, float(torch.cuda.mem_get_info()[1]), None)
-    return Target(device, compute, None, None)
+        peak = known.peak(compute.dtype) or math.nan
+        return Target(known.name, compute, known.memory * 1e9, peak)
+    if device == "cuda":
+        return Target(gpu, compute, float(torch.cuda.mem_get_info()[1]), math.nan)
+    return Target(device, compute, None, math.nan)
 
 
 def time_of(config: PlanConfig, target: Target, flops: int) -> JsonDict:
     """Steps and tokens, and their duration at the given rate. `flops`: of a token."""
     tokens = config.tokens(config.last_step)
-    rate = config.tokens_per_second
-    at_peak = None
-    if target.peak is not None:
-        at_peak = tokens * flops / (target.peak * config.n_device)
-        if config.mfu is not None:
-            rate = config.mfu * target.peak / flops
-    total_rate = None
-    seconds = None
-    device_hours = None
-    if rate is not None:
-        total_rate = rate * config.n_device
-        seconds = tokens / total_rate
-        device_hours = seconds * config.n_device / 3600
+    rate = config.tokens_per_second or (config.mfu or math.nan) * target.peak / flops
+    total_rate = rate * config.n_device
+    seconds = tokens / total_rate
     return {
         "steps": config.last_step,
         "tokens": tokens,
         "flops": tokens * flops,
         "tokens_per_second": total_rate,
-        "mfu": rate * flops / target.peak if rate and target.peak else None,
+        "mfu": rate * flops / target.peak,
         "seconds": seconds,
-        "device_hours": device_hours,
-        "seconds_at_peak": at_peak,
+        "device_hours": seconds * config.n_device / 3600,
+        "seconds_at_peak": tokens * flops / (target.peak * config.n_device),
     }
 
 
@@ -197,7 +196,6 @@ def disk_of(config: PlanConfig, checkpoint: int) -> JsonDict:
     return disk
 
 
-_UNKNOWN = "unknown"
 _BYTES = {
     *Memory._fields,
     "memory",
@@ -245,7 +243,7 @@ def run_plan(config: PlanConfig) -> None:
             f"wait for those with {share:,}: make batch_tokens a multiple of "
             f"{n_groups * config.seq_len:,}"
         )
-    if figures["time"]["seconds"] is None:
+    if math.isnan(figures["time"]["seconds"]):
         say(
             "for the time, give mfu=... (for a known GPU) or tokens_per_second=... (per device), "
             "which scripts/bench.py what=train measures"
@@ -254,8 +252,8 @@ def run_plan(config: PlanConfig) -> None:
 
 def as_text(key: str, value: float | None) -> str:
     """Return a figure as people read it, by its name."""
-    if value is None:
-        return _UNKNOWN
+    if value is None or math.isnan(value):
+        return "unknown"
     if key in _BYTES:
         return gigabytes(value)
     if key.startswith("seconds"):
@@ -279,6 +277,5 @@ def duration(seconds: float) -> str:
     """In seconds, minutes, hours or days."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
-            amount = seconds / size
-            return f"{amount:,.1f} {unit}" if amount < 1e9 else f"{amount:.4g} {unit}"
+            return f"{seconds / size:,.1f} {unit}"
     return f"{seconds:.1f} seconds"

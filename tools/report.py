@@ -16,7 +16,6 @@ from statistics import fmean, median, variance
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.text import Text
 
@@ -56,32 +55,33 @@ class Evaluation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class ReportedRun:
     """A run, as its metrics.jsonl, config.json and error.txt describe it."""
 
     name: str
     """Its folder, relative to the one that holds all runs of the report."""
     settings: JsonDict
     """Values by dotted key, without null."""
-    n_params: float | None
+    n_params: list[float]
+    """[]: unknown."""
     curves: RunCurves
     step: int
     """The last step."""
-    speed: float | None
-    """Median of tokens per second."""
+    speeds: list[float]
+    """Tokens per second."""
     evaluations: dict[str, list[Evaluation]]
     """By the unit of the loss."""
-    tokenizer: str | None
-    """Its sha256."""
+    tokenizer: Any
+    """Its sha256; None: unknown."""
     failure: str
     """Last line of the error.txt of a sweep's job; "" if it did not fail."""
 
 
 @dataclass(frozen=True)
-class Row:
+class SeedGroup:
     """Runs that differ only in the seed, and their lowest validation losses."""
 
-    runs: list[Run]
+    runs: list[ReportedRun]
     unit: str
     lowest: list[Evaluation]
     """Of the runs that were evaluated."""
@@ -153,7 +153,7 @@ def show_runs(folder: Path) -> None:
 # ----- reading runs
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
+def read_runs(paths: Sequence[Path]) -> list[ReportedRun]:
     """Return all runs in these folders.
 
     Raises:
@@ -169,11 +169,12 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         if not run_folders and len(paths) > 1:
             warn(f"no run in {path}: a run has a metrics.jsonl")
         folders |= dict.fromkeys(run_folders)
-    top = _common_folder(paths) if len(folders) > 1 else _common_folder(folders).parent
     runs = []
     for folder in folders:
+        path = folder.absolute()
+        top = _common_folder(paths) if len(folders) > 1 else path.parent
         try:
-            runs.append(_read_run(folder, _brief(os.path.relpath(folder.absolute(), top))))
+            runs.append(_read_run(folder, _brief(os.path.relpath(path, top))))
         except (UserError, OSError) as error:
             warn(f"skipping {folder}: {error}")
     if not runs:
@@ -184,7 +185,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 def _common_folder(paths: Iterable[Path]) -> Path:
     """Return the deepest folder that contains all of them, or is one of them."""
-    return Path(os.path.commonpath([path.absolute() for path in paths] or [Path.cwd()]))
+    return Path(os.path.commonpath([path.absolute() for path in paths]))
 
 
 def _runs_in(path: Path) -> Iterator[Path]:
@@ -206,7 +207,7 @@ def _failure(folder: Path) -> str:
     return _brief(text.strip().rpartition("\n")[2])
 
 
-def _read_run(folder: Path, name: str) -> Run:
+def _read_run(folder: Path, name: str) -> ReportedRun:
     stored: Any = {}
     curves = RunCurves()
     step = 0
@@ -230,16 +231,15 @@ def _read_run(folder: Path, name: str) -> Run:
     config = section(stored, "config")
     settings = {key: value for key, value in flat(config).items() if value is not None}
     environment = section(stored, "environment")
-    sizes = _numbers(environment.get("n_params"))
-    return Run(
+    return ReportedRun(
         name,
         settings,
-        sizes[0] if sizes else None,
+        _numbers(environment.get("n_params")),
         curves,
         step,
-        median(speeds) if speeds else None,
+        speeds,
         evaluations,
-        str(environment["tokenizer"]) if "tokenizer" in environment else None,
+        environment.get("tokenizer"),
         _failure(folder),
     )
 
@@ -253,46 +253,38 @@ def _numbers(value: Any) -> list[float]:
 # ----- comparing runs
 
 
-def rows_of(runs: Sequence[Run]) -> list[Row]:
+def rows_of(runs: Sequence[ReportedRun]) -> list[SeedGroup]:
     """Return the report's rows, the best first."""
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[ReportedRun]] = {}
     for run in runs:
-        settings = {
-            key: value for key, value in run.settings.items() if key not in ("seed", "run_dir")
-        }
         # A failed run, and one without known settings, has a row of its own.
         is_alone = run.failure or "seed" not in run.settings
-        key = json.dumps([run.name if is_alone else "", settings], sort_keys=True)
-        groups.setdefault(key, []).append(run)
-    tokenizers = {run.tokenizer for run in runs} - {None}
+        settings = run.settings | {"seed": run.name if is_alone else "", "run_dir": ""}
+        groups.setdefault(json.dumps(settings, sort_keys=True), []).append(run)
+    tokenizers = {json.dumps(run.tokenizer) for run in runs if run.tokenizer}
     unit = "bits per byte" if len(tokenizers) > 1 else "nats per token"
-    rows = [Row(group, unit, _lowest(group, unit)) for group in groups.values()]
+    rows = [SeedGroup(group, unit, _lowest(group, unit)) for group in groups.values()]
     return sorted(rows, key=lambda row: (row.loss, row.runs[0].name))
 
 
-def _lowest(runs: Iterable[Run], unit: str) -> list[Evaluation]:
+def _lowest(runs: Iterable[ReportedRun], unit: str) -> list[Evaluation]:
     """Return the evaluation with the lowest loss of each run that has one."""
     return [min(run.evaluations[unit]) for run in runs if run.evaluations[unit]]
 
 
-def varying_settings(runs: Sequence[Run]) -> list[str]:
+def varying_settings(runs: Sequence[ReportedRun]) -> list[str]:
     """Return the settings in which the runs differ."""
     known = [run.settings for run in runs if run.settings]
-    keys: JsonDict = {}
-    for settings in known:
-        keys |= settings
-    varying = []
-    for key in keys:
-        values = {json.dumps(settings.get(key)) for settings in known}
-        if len(values) > 1 and key != "run_dir":
-            varying.append(key)
-    return varying
+    values: dict[str, set[str]] = {key: set() for settings in known for key in settings}
+    for key, texts in values.items():
+        texts |= {json.dumps(settings.get(key)) for settings in known}
+    return [key for key, texts in values.items() if len(texts) > 1 and key != "run_dir"]
 
 
 # ----- the page
 
 
-def page_of(rows: Sequence[Row], keys: Sequence[str], title: str) -> str:
+def page_of(rows: Sequence[SeedGroup], keys: Sequence[str], title: str) -> str:
     """Return the report as one HTML file. keys: the settings that the table shows."""
     picture = drawn("the report's picture", lambda: _draw(rows))
     lines, columns = _lines(rows, keys)
@@ -335,20 +327,21 @@ _PAGE = """<!doctype html>
 """
 
 
-def _lines(rows: Sequence[Row], keys: Sequence[str]) -> tuple[list[dict[str, str]], list[str]]:
+def _lines(
+    rows: Sequence[SeedGroup], keys: Sequence[str]
+) -> tuple[list[dict[str, str]], list[str]]:
     """Return the lines of the table, and the titles of columns in which something is known."""
     lines = [_cells(row, rows[0], keys) for row in rows]
     columns = [name for name in lines[0] if any(line[name] for line in lines)]
     return lines, columns
 
 
-def _cells(row: Row, best: Row, keys: Sequence[str]) -> dict[str, str]:
+def _cells(row: SeedGroup, best: SeedGroup, keys: Sequence[str]) -> dict[str, str]:
     """Return a row of the table by the titles of its columns; "" where nothing is known."""
     runs = row.runs
     losses = row.losses
-    means = [smoothed(run.curves.loss.bins()) for run in runs]
-    training = [run_means[-1] for run_means in means if run_means]
-    speeds = [run.speed for run in runs if run.speed is not None]
+    training = [mean for run in runs for mean in smoothed(run.curves.loss.bins())[-1:]]
+    speeds = [median(run.speeds) for run in runs if run.speeds]
     on_answers = " on answers" if runs[0].settings.get("data.loss") == "answers" else ""
     (other_unit,) = _LOSS_KEYS.keys() - {row.unit}
     others = [each.loss for each in _lowest(runs, other_unit)]
@@ -366,13 +359,13 @@ def _cells(row: Row, best: Row, keys: Sequence[str]) -> dict[str, str]:
         "step": f"{min(run.step for run in runs):,}",
         "of steps": _brief(runs[0].settings.get("max_steps", "")),
         "tokens per second": f"{fmean(speeds):,.0f}" if speeds else "",
-        "parameters": "" if runs[0].n_params is None else f"{runs[0].n_params:,.0f}",
+        "parameters": ", ".join(f"{number:,.0f}" for number in runs[0].n_params),
         "failed": runs[0].failure,
         "folder": "; ".join(run.name for run in runs),
     }
 
 
-def _above(row: Row, best: Row) -> str:
+def _above(row: SeedGroup, best: SeedGroup) -> str:
     """Say how much higher a row's loss is, with the standard error of the difference.
 
     Groups of windows are compared in pairs, so that what makes a window hard for both does not
@@ -383,51 +376,39 @@ def _above(row: Row, best: Row) -> str:
         return ""
     n = len(row.lowest)
     differences = np.mean(groups[:n], axis=0) - np.mean(groups[n:], axis=0)
-    variances = [differences.var(ddof=1) / len(differences)]
-    variances += [
-        variance(each.losses) / len(each.losses) for each in (row, best) if len(each.losses) > 1
-    ]
-    stderr = math.sqrt(sum(variances))
+    # Independent: how the two differ over windows, and the seeds of each.
+    samples = [differences, *(each.losses for each in (row, best) if len(each.losses) > 1)]
+    stderr = math.sqrt(sum(variance(sample) / len(sample) for sample in samples))
     difference = row.loss - best.loss
     equal = " (equal)" if difference <= 2 * stderr else ""
     return f"{difference:.4f}{plus_minus(stderr)}{equal}"
 
 
-def _draw(rows: Sequence[Row]) -> bytes:
+def _draw(rows: Sequence[SeedGroup]) -> bytes:
     """Draw validation and training losses over tokens as a PNG. The best row is on top."""
     figure = Figure(figsize=(12, 5))
     left, right = figure.subplots(1, 2)
     unit = rows[0].unit
-    evaluated: list[tuple[int, float]] = []
-    trained: list[tuple[int, float]] = []
     for number, row in reversed([*enumerate(rows)]):
         for run in row.runs:
             label = None
             if number < _MOST_NAMES and run is row.runs[0]:
                 label = f" {run.name}"  # an underscore at its beginning would hide it
             bins = run.curves.loss.bins()
-            tokens = [bin.tokens for bin in bins]
-            means = [*zip(tokens, smoothed(bins), strict=True)]
-            losses = [(each.tokens, each.loss) for each in run.evaluations[unit]]
-            _plot(left, losses, f"C{number}", label)
-            _plot(right, means, f"C{number}", label)
-            evaluated += losses
-            trained += means
-    for axes, points in ((left, evaluated), (right, trained)):
-        set_limits(axes, points)
+            trained = [*zip((bin.tokens for bin in bins), smoothed(bins), strict=True)]
+            evaluated = [(each.tokens, each.loss) for each in run.evaluations[unit]]
+            for axes, points in ((left, evaluated), (right, trained)):
+                tokens, losses = np.reshape(points, (-1, 2)).T
+                marker = "o" if len(points) <= 20 else ""
+                axes.plot(tokens, losses, color=f"C{number}", marker=marker, label=label)
+    for axes in (left, right):
+        set_limits(axes, [point for line in axes.lines for point in line.get_xydata().tolist()])
         axes.set_xlabel("tokens")
         axes.xaxis.set_major_formatter(short_count)
     left.set_ylabel(f"validation loss ({unit})")
     right.set_ylabel("training loss (nats per token)")
     right.legend(reverse=True)
     return png(figure)
-
-
-def _plot(axes: Axes, points: Sequence[tuple[int, float]], colour: str, label: str | None) -> None:
-    tokens = [n_tokens for n_tokens, _ in points]
-    losses = [loss for _, loss in points]
-    marker = "o" if len(points) <= 20 else ""
-    axes.plot(tokens, losses, color=colour, marker=marker, label=label)
 
 
 def _brief(value: Any) -> str:

@@ -4,11 +4,10 @@ import re
 from functools import partial
 from pathlib import Path
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.settings import JsonDict, UserError
 from data.chat import ChatTokenizer
@@ -30,23 +29,33 @@ _PATHS = (
 
 def create_app(served: Served) -> FastAPI:
     """Return the application; the caller starts and stops its worker."""
-    app = FastAPI(openapi_url=None)
-    app.add_middleware(guarded, hosts=served.hosts)
+
+    async def check_host(request: Request) -> None:
+        """Refuse names other than this server's. Another site's page in a browser may reach it
+        through a host name of that site, which resolves to this machine.
+        """
+        host = request.headers.get("host", "")
+        match = re.fullmatch(r"\[?([^][]*?)\]?(:\d*)?", host)  # an IPv6 address has brackets
+        if served.hosts and (match is None or match[1].lower() not in served.hosts):
+            names = " or ".join(sorted(served.hosts))
+            raise ApiError(403, f"Host {host!r} is not this server's name: use {names}")
+
+    app = FastAPI(openapi_url=None, dependencies=[Depends(check_host)])
     get = partial(app.api_route, methods=["GET", "HEAD"])
 
     @app.exception_handler(ApiError)
     @app.exception_handler(UserError)
     async def _refused(_: Request, error: Exception) -> Response:
-        return response(error if isinstance(error, ApiError) else ApiError(400, str(error)))
+        return respond(error if isinstance(error, ApiError) else ApiError(400, str(error)))
 
     @app.exception_handler(HTTPException)
     async def _no_route(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}: {_PATHS}"
-        return response(ApiError(error.status_code, message))
+        return respond(ApiError(error.status_code, message))
 
     @app.exception_handler(Exception)
     async def _failed(_: Request, error: Exception) -> Response:
-        return response(ApiError(500, f"the server failed: {type(error).__name__}"))
+        return respond(ApiError(500, f"the server failed: {type(error).__name__}"))
 
     @app.exception_handler(ClientDisconnect)
     async def _gone(_: Request, error: ClientDisconnect) -> Response:
@@ -65,12 +74,12 @@ def create_app(served: Served) -> FastAPI:
 
     @get("/v1/models")
     async def models() -> JsonDict:
-        return {"object": "list", "data": [_model(served)]}
+        return {"object": "list", "data": [_describe_model(served)]}
 
     @get("/v1/models/{name:path}")
     async def model(name: str) -> JsonDict:
         check_model(name, served)
-        return _model(served)
+        return _describe_model(served)
 
     @app.post("/v1/completions")
     async def completions(http: Request) -> Response:
@@ -83,34 +92,13 @@ def create_app(served: Served) -> FastAPI:
     return app
 
 
-def response(error: ApiError) -> Response:
+def respond(error: ApiError) -> Response:
     """Return an error as a whole response."""
     headers = {"Retry-After": "1"} if error.status in (429, 503) else None
     return JSONResponse(error.body, error.status, headers)
 
 
-def guarded(app: ASGIApp, hosts: frozenset[str] | None) -> ASGIApp:
-    """Refuse requests by names other than `hosts`; None: any.
-
-    Another site's page in a browser may reach this server through a host name of that site, which
-    resolves to this machine.
-    """
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        if hosts and scope["type"] == "http":
-            host = Request(scope).headers.get("host", "")
-            match = re.fullmatch(r"\[?([^][]*?)\]?(:\d*)?", host)  # an IPv6 address has brackets
-            if match is None or match[1].lower() not in hosts:
-                names = " or ".join(sorted(hosts))
-                refusal = ApiError(403, f"Host {host!r} is not this server's name: use {names}")
-                await response(refusal)(scope, receive, send)
-                return
-        await app(scope, receive, send)
-
-    return answer
-
-
-def _model(served: Served) -> JsonDict:
+def _describe_model(served: Served) -> JsonDict:
     return {
         "id": served.name,
         "object": "model",

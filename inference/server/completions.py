@@ -19,7 +19,7 @@ from common.settings import JsonDict, UserError, decode, nearest
 from data.chat import ChatTokenizer
 from data.tokenizer import Tokenizer
 from inference.generation import Generation, Update
-from inference.server.protocol import ChatRequest, CompletionRequest, ServeConfig, requests_of
+from inference.server.protocol import ChatRequest, CompletionRequest, ServeConfig, list_requests
 from inference.server.responses import ApiError, ChatResponse, CompletionResponse
 from inference.server.worker import Worker
 
@@ -46,22 +46,22 @@ async def complete(http: Request, served: Served, kind: type[AnyRequest]) -> Res
     request = await read_request(http, kind)
     if request.model is not None:
         check_model(request.model, served)
-    generations = await run_in_threadpool(_generations, request, served)
+    generations = await run_in_threadpool(_list_generations, request, served)
     respond = ChatResponse if kind is ChatRequest else CompletionResponse
     response = respond(served.name, generations, served.tokenizer, request.n)
-    updates = updates_of(generations, served, http)
+    updates = listen_to(generations, served, http)
     if not request.stream:
         async for _ in updates:
             pass
         return JSONResponse(response.whole())
     first = await anext(updates)  # an error before it still has a status
-    events = stream(first, updates, response, request.stream_options.include_usage)
+    events = stream_events(first, updates, response, request.stream_options.include_usage)
     return StreamingResponse(
         events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
     )
 
 
-def _generations(request: AnyRequest, served: Served) -> list[Generation]:
+def _list_generations(request: AnyRequest, served: Served) -> list[Generation]:
     tokenizer = served.tokenizer
     engine = served.worker.engine
     key = "prompt"
@@ -82,10 +82,10 @@ def _generations(request: AnyRequest, served: Served) -> list[Generation]:
             f"n={request.n} for each of {count(len(request.prompt), 'prompt')} are {n_texts} "
             f"texts: this server takes at most {max_texts} at once"
         )
-    requests = requests_of(request, tokenizer, served.limits, key)
+    requests = list_requests(request, tokenizer, served.limits, key)
     try:
         for text in requests:
-            engine.check(text)
+            engine.check_length(text)
     except UserError as error:
         raise ApiError(400, str(error), "context_length_exceeded") from None
     return [Generation(text, tokenizer) for text in requests]
@@ -113,10 +113,10 @@ async def read_request(http: Request, kind: type[AnyRequest]) -> AnyRequest:
             raise ApiError(
                 413, f"the body is larger than {_LARGEST_BODY:,} bytes: send less at once"
             )
-    return await run_in_threadpool(_decoded, bytes(body), kind)
+    return await run_in_threadpool(_decode_body, bytes(body), kind)
 
 
-def _decoded(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
+def _decode_body(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
     try:
         return decode(kind, parse_json(body), json.dumps)
     except ValueError as error:
@@ -126,7 +126,7 @@ def _decoded(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
         raise UserError(problem + message) from None
 
 
-async def updates_of(generations: Sequence[Generation], served: Served, http: Request) -> Updates:
+async def listen_to(generations: Sequence[Generation], served: Served, http: Request) -> Updates:
     """Submit generations and yield their updates. At the end, remove them from the engine.
 
     Raises:
@@ -176,24 +176,24 @@ async def updates_of(generations: Sequence[Generation], served: Served, http: Re
         leave()
 
 
-async def stream(
+async def stream_events(
     first: tuple[int, Update], updates: Updates, response: CompletionResponse, include_usage: bool
 ) -> AsyncIterator[str]:
     """Yield the response as server-sent events. `include_usage`: the token counts come last."""
     try:
-        yield _event(response.chunk(*first))
+        yield _format_event(response.chunk(*first))
         async for index, update in updates:
-            yield _event(response.chunk(index, update))
+            yield _format_event(response.chunk(index, update))
         if include_usage:
-            yield _event(response.usage())
+            yield _format_event(response.usage())
         yield "data: [DONE]\n\n"
     except ApiError as error:  # the status has been sent
-        yield _event(error.body)
+        yield _format_event(error.body)
     except ClientDisconnect:
         pass
 
 
-def _event(value: JsonDict) -> str:
+def _format_event(value: JsonDict) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False)}\n\n"
 
 

@@ -180,7 +180,7 @@ def _are_ids(prompt: Any) -> bool:
     return all(type(token_id) is int for token_id in prompt)
 
 
-def requests_of(
+def list_requests(
     request: CompletionRequest, tokenizer: Tokenizer, limits: ServeConfig, key: str
 ) -> list[Request]:
     """Return the texts for the engine to continue: n for the first prompt, n for the second, ...

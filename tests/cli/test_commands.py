@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
 ROOT = Path(__file__).resolve().parents[2]
 WORK = {  # what a script calls once it has read its command line and everything that this names, apart from files
     "train": "trainer.launch.launch_training",
-    "eval": "inference.launch.launch_evaluation",
+    "eval": "inference.evaluate.launch_evaluation",
     "sample": "inference.sample.run_sampling",
     "scripts/bench": "tools.bench.run.bench",
     "scripts/count": "tools.count.counted",

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+import statistics
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from common.settings import UserError, decode
 from data.documents import documents_in
 from data.shards import TokenStream, read_manifest
 from inference.eval_report import draw_evaluation, show_evaluation
-from inference.evaluate import EvaluateConfig, measure, open_evaluation, position_bins, run_evaluation
+from inference.evaluate import EvaluateConfig, choose_position_bins, evaluate, open_evaluation, run_evaluation
 from model.gpt import GPT
 from runtime.checkpoint import load_model
 from runtime.distributed import World
@@ -75,28 +76,31 @@ def test_documents_that_do_not_see_each_other_are_as_each_alone(trained, sets_di
     run_dir = trained({"data.document_reset": True, "model.attention": attention})
     result = evaluated(run_dir, contexts=[40], context_windows=None, seq_len=40)
     gpt, tokenizer = load_model(run_dir)
-    assert gpt.eot_id == tokenizer.eot_id
-    alone, tokens, found = GPT(gpt.config).double(), all_tokens(sets_dir), []
+    alone = GPT(gpt.config).double()
     alone.load_state_dict(gpt.state_dict())
+    tokens = all_tokens(sets_dir)
+    found = []
     for begin in range(0, len(tokens) - 1, 40):
         window = tokens[begin : begin + 41]
-        borders = sorted({0, *(window[:-1] == tokenizer.eot_id).nonzero().flatten().tolist(), len(window) - 1})
-        for first, last in itertools.pairwise(borders):
+        starts = (window[:-1] == tokenizer.eot_id).nonzero().flatten().tolist()
+        for first, last in itertools.pairwise(sorted({0, *starts, len(window) - 1})):
             found += nats_of(alone, window[first : last + 1])
     assert result["tokens"] == len(found) == len(tokens) - 1
-    assert (tokens == tokenizer.eot_id).sum() > len(tokens) / 40, "or documents rarely meet"
     for losses in (result, result["contexts"][0]):
-        assert losses["loss"] == pytest.approx(sum(found) / len(found), rel=1e-11)
+        assert losses["loss"] == pytest.approx(statistics.fmean(found), rel=1e-11)
     together = [nats for _, nats in in_windows(alone, tokens, 40)]
     assert sum(together) != pytest.approx(sum(found), rel=1e-6)
 
 
-def assert_positions(bins, found):
-    for part in bins:
+def assert_losses(result, found):
+    """Check the loss, and that of every bin of positions, against (position, nats) of every target."""
+    assert result["tokens"] == len(found)
+    assert result["loss"] == pytest.approx(statistics.fmean(nats for _, nats in found), rel=1e-11)
+    for part in result["by_position"]:
         nats = [n for position, n in found if part["start"] <= position < part["stop"]]
         assert part["tokens"] == len(nats)
-        assert part["loss"] == pytest.approx(sum(nats) / len(nats), rel=1e-11)
-    assert sum(part["tokens"] for part in bins) == len(found)
+        assert part["loss"] == pytest.approx(statistics.fmean(nats), rel=1e-11)
+    assert sum(part["tokens"] for part in result["by_position"]) == len(found)
 
 
 def test_sets_and_positions_have_the_losses_of_their_tokens(trained, sets_dir, capsys):
@@ -106,46 +110,37 @@ def test_sets_and_positions_have_the_losses_of_their_tokens(trained, sets_dir, c
     tokens = all_tokens(sets_dir)
     found = in_windows(gpt, tokens, SEQ_LEN)
     assert (len(tokens) - 1) % SEQ_LEN, "the last window must be ragged for this to be a test"
-    assert result["loss"] == pytest.approx(sum(nats for _, nats in found) / len(found), rel=1e-12)
-    assert_positions(result["by_position"], found)
+    assert_losses(result, found)
 
-    manifest = read_manifest(sets_dir)
-    places = documents_in(TokenStream(sets_dir, manifest, "val"), 0, manifest.splits["val"].total.tokens)
+    places = documents_in(TokenStream(sets_dir, read_manifest(sets_dir), "val"), 0, len(tokens))
     names = [place.set_name for place in places for _ in range(place.start, place.stop)][1:]
-    assert set(result["sets"]) == set(names)
     assert len(result["sets"]) == 3
     out = capsys.readouterr().out
     for name, row in result["sets"].items():
-        nats = [nats for of, (_, nats) in zip(names, found, strict=True) if of == name]
-        n_bytes = sum(
-            len(tokenizer.decode_bytes([token])) if token != tokenizer.eot_id else 0
-            for token, of in zip(tokens[1:].tolist(), names, strict=True)
-            if of == name
-        )
+        of_set = [i for i, set_name in enumerate(names) if set_name == name]
+        nats = [found[i][1] for i in of_set]
+        n_bytes = sum(int(tokens[i + 1]) != tokenizer.eot_id for i in of_set)  # every other token is a byte
         assert (row["tokens"], row["bytes"]) == (len(nats), n_bytes)
-        assert row["loss"] == pytest.approx(sum(nats) / len(nats), rel=1e-12)
-        assert row["perplexity"] == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-11)
+        assert row["loss"] == pytest.approx(statistics.fmean(nats), rel=1e-12)
+        assert row["perplexity"] == pytest.approx(math.exp(row["loss"]), rel=1e-11)
         assert row["bits_per_byte"] == pytest.approx(sum(nats) / math.log(2) / n_bytes, rel=1e-12)
         assert f"{name}  " in out
         assert f"{row['loss']:.4f}" in out
     order = [row["tokens"] for row in result["sets"].values()]
     assert order == sorted(order, reverse=True)
-    assert sum(order) == result["tokens"] == len(tokens) - 1
 
 
 def test_a_stride_gives_every_token_the_window_before_it(trained, sets_dir):
-    run_dir, stride = trained(), 5
-    result = evaluated(run_dir, stride=stride, contexts=[])
+    run_dir = trained()
+    result = evaluated(run_dir, stride=5, contexts=[])
     gpt, _ = load_model(run_dir)
     tokens = all_tokens(sets_dir)
     found = list(enumerate(nats_of(gpt, tokens[: SEQ_LEN + 1])))
     while len(found) < len(tokens) - 1:  # by the definition: new targets at the end of a window of SEQ_LEN
-        begin = len(found) - SEQ_LEN + stride
+        begin = len(found) - SEQ_LEN + 5
         window = list(enumerate(nats_of(gpt, tokens[begin : begin + SEQ_LEN + 1])))
-        found += window[SEQ_LEN - stride :]
-    assert result["tokens"] == len(tokens) - 1
-    assert result["loss"] == pytest.approx(sum(nats for _, nats in found) / len(found), rel=1e-12)
-    assert_positions(result["by_position"], found)
+        found += window[SEQ_LEN - 5 :]
+    assert_losses(result, found)
 
 
 @pytest.mark.parametrize("attention", ["log_space", "softmax"])
@@ -155,37 +150,35 @@ def test_long_contexts_are_those_of_one_call(trained, sets_dir, monkeypatch, att
     run_dir = trained({"model.attention": {"name": attention}})
     tokens = all_tokens(sets_dir)
     longest = len(tokens) - 1
-    contexts = [50, 300, longest]
-    result = evaluated(run_dir, contexts=contexts[::-1], context_windows=None, micro_batch=4)
+    result = evaluated(run_dir, contexts=[longest, 300, 50], context_windows=None, micro_batch=4)
     gpt, _ = load_model(run_dir)
-    assert [row["context"] for row in result["contexts"]] == sorted([SEQ_LEN, *contexts])
+    assert [row["context"] for row in result["contexts"]] == [SEQ_LEN, 50, 300, longest]
     for row in result["contexts"]:
-        found = in_windows(gpt, tokens, row["context"])
-        assert row["tokens"] == len(found) == longest
-        assert row["loss"] == pytest.approx(sum(nats for _, nats in found) / longest, rel=1e-10)
-        assert_positions(row["by_position"], found)
+        assert_losses(row, in_windows(gpt, tokens, row["context"]))
 
 
 @pytest.mark.parametrize("size", [2, 50])
 @pytest.mark.slow
 def test_any_number_of_processes_covers_everything_once(trained, size):
     raw = {"checkpoint": str(trained()), "runtime": RUNTIME, "contexts": [20, 300], "micro_batch": 3}
-    config = decode(EvaluateConfig, raw)
-    plan = open_evaluation(config)
-    asked: dict[int, list[torch.Tensor]] = {}
+    plan = open_evaluation(decode(EvaluateConfig, raw))
+    alone = []
+    shares = []
 
     class Recorded(World):
-        """One process, or one of several, which continues with the sums of one process."""
+        """One of several processes, each of which continues with the sums of one process alone."""
 
         def sum(self, value):
-            asked.setdefault(self.size * 1000 + self.rank, []).append(value)
-            return asked[1000][len(asked[self.size * 1000 + self.rank]) - 1]
+            sums = alone if self.size == 1 else shares[self.rank]
+            sums.append(value)
+            return alone[len(sums) - 1]
 
-    measure(plan, Recorded(torch.device("cpu")))
+    evaluate(plan, Recorded(torch.device("cpu")))
     for rank in range(size):
-        measure(plan, Recorded(torch.device("cpu"), rank, size))
-    for whole, *shares in zip(*asked.values(), strict=True):
-        torch.testing.assert_close(torch.stack(shares).sum(0), whole, rtol=1e-12, atol=0)
+        shares.append([])
+        evaluate(plan, Recorded(torch.device("cpu"), rank, size))
+    for whole, *parts in zip(alone, *shares, strict=True):
+        torch.testing.assert_close(torch.stack(parts).sum(0), whole, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -210,30 +203,24 @@ def test_contexts_that_are_possible_are_chosen(trained, sets_dir):
 
 @pytest.mark.parametrize("length", [*range(1, 9), 1000, 1024, 65536])
 def test_bins_cover_every_position_once(length):
-    bins = position_bins(length)
-    assert (bins[0], bins[-1]) == (0, length)
-    assert bins == sorted(set(bins))
-    assert len(bins) <= 2 + 2 * length.bit_length()
+    edges = choose_position_bins(length)
+    assert (edges[0], edges[-1]) == (0, length)
+    assert edges == sorted(set(edges))
+    assert len(edges) <= 2 + 2 * length.bit_length()
 
 
 def test_results_are_kept_by_checkpoint_and_settings(trained):
     """A quick evaluation replaces eval.json alone; the results of all others, in other dtypes too, stay."""
     run_dir = trained({"seed": 5})
     auto = {"device": "cpu", "dtype": "auto"}
-    full = evaluated(run_dir, micro_batch=3, runtime=auto)
-    quick = evaluated(run_dir, batches=1, contexts=[], runtime=auto)
+    results = {
+        "": evaluated(run_dir, micro_batch=3, runtime=auto),
+        ",batches=1,contexts=none": evaluated(run_dir, batches=1, contexts=[], runtime=auto),
+        ",contexts=20-30": evaluated(run_dir, contexts=[20, 30], runtime=auto),
+        ",contexts=none,runtime.dtype=float64": evaluated(run_dir, contexts=[]),
+    }
     kept = {path.name: json.loads(path.read_text()) for path in (run_dir / "evals").iterdir()}
-    assert kept == {"step-00000003.json": full, "step-00000003,batches=1,contexts=none.json": quick}
-    assert quick["context_windows"] == 2
-    assert evaluated(run_dir, contexts=[20, 30], runtime=auto) == json.loads(
-        (run_dir / "evals" / "step-00000003,contexts=20-30.json").read_text()
-    )
-    for dtype in ("float32", "bfloat16"):
-        evaluated(run_dir, contexts=[], runtime={"device": "cpu", "dtype": dtype})
-        assert (run_dir / "evals" / f"step-00000003,contexts=none,runtime.dtype={dtype}.json").exists()
-
-
-PNG = b"\x89PNG\r\n\x1a\n"
+    assert kept == {f"step-00000003{settings}.json": result for settings, result in results.items()}
 
 
 def test_the_picture_shows_losses_and_plain_numbers(trained, monkeypatch):
@@ -241,24 +228,23 @@ def test_the_picture_shows_losses_and_plain_numbers(trained, monkeypatch):
     monkeypatch.setattr("inference.eval_report.png", lambda figure: drawn.append(figure) or png(figure))
     result = evaluated(trained(), contexts=[20, 300])
     draw_evaluation(result, SEQ_LEN)
-    axes = drawn[0].axes[0]
-    assert {"16", "64", "256"} <= {label.get_text() for label in axes.get_xticklabels()}
-    lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    draw_evaluation(result | {"contexts": [], "loss_of": "answers"}, SEQ_LEN)
+    with_contexts, without = (figure.axes[0] for figure in drawn)
+    assert {"16", "64", "256"} <= {label.get_text() for label in with_contexts.get_xticklabels()}
+    lines = {line.get_label(): list(line.get_ydata()) for line in with_contexts.lines}
     for row in result["contexts"]:
         losses = [bin["loss"] for bin in row["by_position"] if bin["stop"] > 16]
         assert lines[f"contexts of {row['context']:,} tokens"] == losses
     assert lines["mean over a context"] == [row["loss"] for row in result["contexts"]]
-    draw_evaluation(result | {"contexts": [], "loss_of": "answers"}, SEQ_LEN)
     assert drawn[1].get_suptitle().startswith("loss on answers ")
-    assert "mean over a context" not in {text.get_text() for text in drawn[1].axes[0].get_legend().get_texts()}
+    assert "mean over a context" not in {line.get_label() for line in without.lines}
 
 
 def test_losses_that_are_not_finite_are_null_and_drawn_as_nothing(trained):
     result = evaluated(trained(), contexts=[20, 300])
-    gone = {"loss": None, "perplexity": None, "bits_per_byte": None}
-    for row in (result, *result["sets"].values(), *result["contexts"], *result["by_position"]):
-        row.update({key: value for key, value in gone.items() if key in row})
-    assert draw_evaluation(result, SEQ_LEN).startswith(PNG)
+    for row in (result, *result["contexts"], *result["by_position"]):
+        row["loss"] = None
+    assert draw_evaluation(result, SEQ_LEN).startswith(b"\x89PNG")
 
 
 HEAD = {"q": [5, -54.9, -55.1, 0], "k": [46, 44, -26, -math.inf], "log_v": [24, 26, -21, -19]}  # bounded: 1, 2, 2 of 4
@@ -280,15 +266,14 @@ def test_shares_beyond_bounds_are_those_of_all_log_space_layers(trained, attenti
     run_dir = trained({"model.n_layer": 3, "model.attention_pattern": pattern})
     assert evaluated(run_dir, contexts=[])["beyond_bounds"] == dict.fromkeys(expected, 0)
     raw = {"checkpoint": str(run_dir), "runtime": RUNTIME, "contexts": []}
-    plan = open_evaluation(decode(EvaluateConfig, raw))
-    qkv = plan.loaded.gpt.blocks[1].attention.qkv
+    evaluation = open_evaluation(decode(EvaluateConfig, raw))
+    qkv = evaluation.loaded.gpt.blocks[1].attention.qkv
     with torch.no_grad():
         qkv.weight.zero_()
         of_two_heads = [torch.tensor(values * 2).unsqueeze(1) for values in head.values()]
         qkv.bias.copy_(qkv.join(of_two_heads).squeeze(1))
-    result = measure(plan, World(torch.device("cpu")))
+    result = evaluate(evaluation, World(torch.device("cpu")))
     assert result["beyond_bounds"] == {name: share / 2 for name, share in expected.items()}
-    assert not qkv._forward_hooks
 
 
 def test_a_warning_says_what_is_beyond_bounds(trained, capsys):

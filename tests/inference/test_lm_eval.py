@@ -1,60 +1,39 @@
 """lm-evaluation-harness on our models: tasks from local files, against the model's own forward pass in float64."""
 
 import functools
+import itertools
 import json
+import math
 
 import pytest
 import torch
+from texts import BYTES, CHAT, drawn_without_engine, gpt_of
 
-from common.settings import decode
-from data.chat import ChatTokenizer
-from data.tokenizer import load_tokenizer
-from model.gpt import GPT
+from inference.sampling import SamplingConfig
 from runtime.checkpoint import load_model
-from runtime.device import choose_compute
+from runtime.device import DeviceConfig, choose_compute
+
+pytest.importorskip("lm_eval", reason="the optional lm-evaluation-harness is not installed")
+import lm_eval.tasks
+from lm_eval.api.instance import Instance
+
+from inference import harness_model
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
-DEVICE = {"device": "cpu", "dtype": "float64"}
-LEARNED = {"model.position": {"name": "learned", "max_len": 24}}
+EOT = BYTES.eot_id
 TEXTS = ["def self return", "the (", "日本 🙂 é", "x" * 70, "a"]
 
 
 @pytest.fixture
 def compute():
-    from inference.harness import HarnessConfig
-
-    return choose_compute(decode(HarnessConfig, {"checkpoint": ".", "tasks": "x", "runtime": DEVICE}).runtime)
+    return choose_compute(DeviceConfig(device="cpu", dtype="float64"))
 
 
 @pytest.fixture
-def build(tiny, dataset_dir):
-    """Builds a tiny model, with the settings given, in float64, and loads its tokenizer."""
-
-    def make(changes=None):
-        torch.manual_seed(1)
-        return GPT(tiny(changes).model).double(), load_tokenizer(dataset_dir / "tokenizer.json")
-
-    return make
-
-
-@pytest.fixture
-def trained(run_of):
-    """Gives the test such a model's run, trained once for all tests."""
-    return lambda changes: run_of({"runtime.dtype": "float64", "max_steps": 2, "eval.batches": 1} | changes)
-
-
-@pytest.fixture
-def harness_model(build, compute):
-    """Builds the adapter around such a model."""
-    pytest.importorskip("lm_eval", reason="the optional lm-evaluation-harness is not installed")
-    from inference.harness_model import HarnessModel
-
-    def wrap(changes=None, max_length=None, micro_batch=2, compute=compute):
-        gpt, tokenizer = build(changes)
-        return HarnessModel(gpt, tokenizer, max_length or gpt.config.max_len, micro_batch, compute)
-
-    return wrap
+def model(compute):
+    """The adapter around a tiny model of bytes."""
+    return harness_model.HarnessModel(gpt_of().double(), BYTES, None, 2, compute)
 
 
 def direct(gpt, ids, n_before):
@@ -66,88 +45,69 @@ def direct(gpt, ids, n_before):
     return rows[torch.arange(len(targets)), targets].sum().item(), bool((rows.argmax(-1) == targets).all())
 
 
-@pytest.mark.parametrize("attention", ["log_space", "softmax", "sliding_window"])
-def test_scores_are_those_of_a_forward_pass(build, compute, monkeypatch, attention):
-    harness_model = pytest.importorskip("inference.harness_model", reason="lm-evaluation-harness is not installed")
-    monkeypatch.setattr(harness_model, "_CHUNK", 7)  # texts go through the model in several chunks
+@pytest.mark.parametrize("attention", ["log_space", "softmax", {"name": "sliding_window", "window": 8}], ids=str)
+def test_scores_are_those_of_a_forward_pass(compute, monkeypatch, attention):
+    monkeypatch.setattr(harness_model, "_TEXT_CHUNK", 7)  # texts go through the model in several chunks
     monkeypatch.setattr(harness_model, "_LOGITS", 1000)
-    settings = {"model.attention": {"name": attention} | ({"window": 8} if attention == "sliding_window" else {})}
-    gpt, tokenizer = build(settings)
-    ids = [[tokenizer.eot_id, *tokenizer.encode(text)] for text in TEXTS]
-    greedy = ids[0][:1]
+    gpt = gpt_of(attention=attention).double()
+    ids = [[EOT, *BYTES.encode(text)] for text in TEXTS]
+    greedy = [EOT]
     for _ in range(12):
-        greedy = [*greedy, int(gpt(torch.tensor([greedy]))[0, -1].argmax())]
-    texts = [(i, n) for i in ids for n in (1, len(i) - 1)] + [(greedy, 5), (ids[0], len(ids[0]))]
+        greedy.append(int(gpt(torch.tensor([greedy]))[0, -1].argmax()))
+    texts = [(i, n) for i in ids for n in (1, len(i) - 1)] + [(greedy, 5)]
+    expected = [direct(gpt, *text) for text in texts]
+    assert expected[-1][1]
     for micro_batch in (1, 3, 100):
-        found = harness_model.score(gpt, texts, micro_batch, compute)
-        assert found[-2][1]
-        assert found[-1] == (0.0, True)  # nothing is asked for
-        for text, (log_likelihood, is_greedy) in zip(texts[:-1], found, strict=False):
-            expected = direct(gpt, *text)
-            assert log_likelihood == pytest.approx(expected[0], rel=1e-10)
-            assert is_greedy == expected[1]
+        *found, nothing = harness_model.score_texts(gpt, [*texts, (ids[0], len(ids[0]))], micro_batch, compute)
+        assert nothing == (0.0, True)
+        for score, expected_score in zip(found, expected, strict=True):
+            assert score == pytest.approx(expected_score, rel=1e-10)
 
 
 def request(kind, *arguments):
-    from lm_eval.api.instance import Instance
-
     return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
 
 
-def test_log_likelihoods_of_continuations_are_the_models(harness_model):
-    model = harness_model()
-    pairs = [("def self", " return"), ("", "the"), ("a ", "b"), ("日本", "🙂")]  # a's space goes to what follows
+def test_log_likelihoods_of_continuations_are_the_models(model):
+    # A context's last space goes to what follows.
+    wanted = [("def self", " return"), ("", "the"), ("a", " b"), ("日本", "🙂")]
+    pairs = [("def self", " return"), ("", "the"), ("a ", "b"), ("日本", "🙂")]
     found = model.loglikelihood([request("loglikelihood", *pair) for pair in pairs])
-    for (context, continuation), (log_likelihood, is_greedy) in zip(pairs, found, strict=True):
-        before = model._tokenizer.encode(context.rstrip(" ")) or [model._tokenizer.eot_id]
-        ids = [*before, *model._tokenizer.encode((context + continuation)[len(context.rstrip(" ")) :])]
-        assert (log_likelihood, is_greedy) == pytest.approx(direct(model.gpt, ids, len(before)), rel=1e-10)
+    for (context, continuation), score in zip(wanted, found, strict=True):
+        before = BYTES.encode(context) or [EOT]
+        expected = direct(model.gpt, [*before, *BYTES.encode(continuation)], len(before))
+        assert score == pytest.approx(expected, rel=1e-10)
 
 
-def test_rolling_log_likelihoods_carry_the_state_through_a_text_of_any_length(harness_model):
-    model = harness_model()
+def test_rolling_log_likelihoods_carry_the_state_through_a_text_of_any_length(model):
     found = model.loglikelihood_rolling([request("loglikelihood_rolling", text) for text in [*TEXTS, ""]])
-    expected = [direct(model.gpt, [model._tokenizer.eot_id, *model._tokenizer.encode(text)], 1)[0] for text in TEXTS]
+    expected = [direct(model.gpt, [EOT, *BYTES.encode(text)], 1)[0] for text in TEXTS]
     assert found == pytest.approx([*expected, 0.0], rel=1e-10)
 
 
-def test_a_conversation_is_that_of_training(harness_model):
-    from inference.harness_model import HarnessModel
-
-    plain = harness_model()
-    tokenizer = ChatTokenizer(plain._tokenizer)
-    model = HarnessModel(plain.gpt, tokenizer, None, 2, plain.compute)
+def test_a_conversation_is_that_of_training(compute):
+    model = harness_model.HarnessModel(gpt_of(n_vocab=262), CHAT, None, 2, compute)
     talk = [("system", "be <|end|>"), ("user", "<|user|>é"), ("assistant", " a\n"), ("user", "")]
     messages = [{"role": role, "content": text} for role, text in talk]
-    asked = [tokenizer.eot_id, *tokenizer.encode_chat(talk, answer=True)]
+    asked = [EOT, *CHAT.encode_chat(talk, answer=True)]
     assert model.tok_encode(model.apply_chat_template(messages)) == asked
-    begun = [tokenizer.eot_id, *tokenizer.encode_chat(talk[:3])][:-1]
+    begun = [EOT, *CHAT.encode_chat(talk[:3])][:-1]
     assert model.tok_encode(model.apply_chat_template(messages[:3], add_generation_prompt=False)) == begun
 
 
-def greedy_text(model, prompt, n):
-    ids = model._tokenizer.encode(prompt) or [model._tokenizer.eot_id]
-    new = []
-    for _ in range(n):
-        new.append(int(model.gpt(torch.tensor([ids + new]))[0, -1, : model._tokenizer.n_vocab].argmax()))
-        if new[-1] == model._tokenizer.eot_id:
-            new.pop()
-            break
-    return model._tokenizer.decode_bytes(new).decode(errors="replace")
-
-
-def test_continuations_are_greedy_and_end_before_their_stop_strings(harness_model):
-    model = harness_model(micro_batch=2)
+def test_continuations_are_greedy_and_end_before_their_stop_strings(model):
     prompts = ["def self", "", "the the the", "日本"]
     settings = {"until": ["\x00\x00"], "max_gen_toks": 9, "do_sample": False}
     found = model.generate_until([request("generate_until", prompt, settings) for prompt in prompts])
-    expected = [greedy_text(model, prompt, 9) for prompt in prompts]
-    assert found == expected
-    text = expected[0]
-    stop = text[4:6]
-    stopped = settings | {"until": [stop]}
-    (found,) = model.generate_until([request("generate_until", prompts[0], stopped)])
-    assert found == text[: text.index(stop)]
+    greedy = SamplingConfig(temperature=0)
+    for prompt, text in zip(prompts, found, strict=True):
+        ids = torch.tensor(BYTES.encode(prompt) or [EOT])
+        (drawn,) = drawn_without_engine(model.gpt, [ids], 9, BYTES.n_vocab, greedy).tolist()
+        new = [*itertools.takewhile(lambda token_id: token_id != EOT, drawn)]
+        assert text == BYTES.decode_bytes(new).decode(errors="replace")
+    stop = found[0][4:6]
+    (stopped,) = model.generate_until([request("generate_until", prompts[0], settings | {"until": [stop]})])
+    assert stopped == found[0][: found[0].index(stop)]
 
 
 @pytest.fixture
@@ -160,41 +120,28 @@ def tasks(tmp_path):
         {"question": "return the", "choices": [" return", "x", " é"], "answer": 2},
     ]
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    kinds = {
-        "multiple_choice": {"doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}", "metrics": ["acc"]},
-        "loglikelihood_rolling": {"doc_to_target": "{{question}}{{choices[0]}}", "metrics": ["bits_per_byte"]},
-        "generate_until": {"doc_to_target": "{{choices[0]}}", "metrics": ["exact_match"]},
-    }
-    files = {"data_files": {"test": str(folder / "data.jsonl")}, "cache_dir": str(tmp_path / "cache")}
-    for kind, task in kinds.items():
-        common = {
-            "task": f"local_{kind}",
-            "dataset_path": "json",
-            "dataset_kwargs": files,
-            "test_split": "test",
-            "output_type": kind,
-            "doc_to_text": "" if kind == "loglikelihood_rolling" else "{{question}}",
-            "metric_list": [{"metric": metric} for metric in task.pop("metrics")],
-        }
-        if kind == "generate_until":
-            common["generation_kwargs"] = {"until": ["\n"], "max_gen_toks": 5}
-        (folder / f"{kind}.yaml").write_text(json.dumps(common | task))  # JSON is YAML
+    choice = {"doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
+    rolling = {"doc_to_text": "", "doc_to_target": "{{question}}{{choices[0]}}"}
+    continued = {"doc_to_text": "{{question}}", "doc_to_target": "{{choices[0]}}"}
+    continued["generation_kwargs"] = {"until": ["\n"], "max_gen_toks": 5}
+    for kind, metric, task in [
+        ("multiple_choice", "acc", choice),
+        ("loglikelihood_rolling", "bits_per_byte", rolling),
+        ("generate_until", "exact_match", continued),
+    ]:
+        task |= {"task": f"local_{kind}", "output_type": kind, "metric_list": [{"metric": metric}]}
+        files = {"data_files": {"test": str(folder / "data.jsonl")}, "cache_dir": str(tmp_path / "cache")}
+        task |= {"dataset_path": "json", "dataset_kwargs": files, "test_split": "test"}
+        (folder / f"{kind}.yaml").write_text(json.dumps(task))  # JSON is YAML
     return folder
 
 
-@pytest.fixture
-def own_tasks_alone(monkeypatch):
-    """Leaves out the harness's thousands of tasks, which take seconds to find."""
-    library = pytest.importorskip("lm_eval.tasks", reason="the optional lm-evaluation-harness is not installed")
-    alone = functools.partial(library.TaskManager, include_defaults=False)
-    monkeypatch.setattr(library, "TaskManager", alone)
-
-
-@pytest.mark.usefixtures("own_tasks_alone")
 @pytest.mark.slow
-def test_the_command_runs_tasks_of_every_kind(command, trained, tasks):
-    run_dir = trained({})
-    gpt, tokenizer = load_model(run_dir)
+def test_the_command_runs_tasks_of_every_kind(command, run_of, tasks, monkeypatch):
+    own_tasks_alone = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)  # of thousands
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", own_tasks_alone)
+    run_dir = run_of({"runtime.dtype": "float64", "max_steps": 2, "eval.batches": 1})
+    gpt, _ = load_model(run_dir)
     names = "local_multiple_choice,local_loglikelihood_rolling, local_generate_*"
     arguments = [f"checkpoint={run_dir}", f"include_path={tasks}", "runtime.device=cpu", "runtime.dtype=float64"]
     done = command("scripts/lm_eval", f"tasks={names}", *arguments)
@@ -202,19 +149,16 @@ def test_the_command_runs_tasks_of_every_kind(command, trained, tasks):
     found = json.loads((run_dir / "lm_eval.json").read_text())
     lines = [json.loads(line) for line in (tasks / "data.jsonl").read_text().splitlines()]
 
-    def likelihood(before, after):
-        ids = tokenizer.encode(before)
-        return direct(gpt, [*ids, *tokenizer.encode(after)], len(ids))[0]
-
-    right = [
-        max(line["choices"], key=functools.partial(likelihood, line["question"])) == line["choices"][line["answer"]]
-        for line in lines
-    ]
+    n_right = 0
+    for line in lines:
+        before = BYTES.encode(line["question"])
+        scores = [direct(gpt, [*before, *BYTES.encode(choice)], len(before))[0] for choice in line["choices"]]
+        n_right += scores.index(max(scores)) == line["answer"]
     results = found["results"]
-    assert results["local_multiple_choice"]["acc,none"] == sum(right) / 2
-    texts = [(line["question"] + line["choices"][0]) for line in lines]
-    nats = sum(direct(gpt, [tokenizer.eot_id, *tokenizer.encode(text)], 1)[0] for text in texts)
-    bits = -nats / torch.tensor(2.0).double().log().item() / sum(len(text.encode()) for text in texts)
+    assert results["local_multiple_choice"]["acc,none"] == n_right / 2
+    texts = [BYTES.encode(line["question"] + line["choices"][0]) for line in lines]
+    nats = sum(direct(gpt, [EOT, *ids], 1)[0] for ids in texts)
+    bits = -nats / math.log(2) / sum(map(len, texts))
     assert results["local_loglikelihood_rolling"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-9)
     assert "exact_match,none" in results["local_generate_until"]
     assert found["step"] == 2

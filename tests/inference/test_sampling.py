@@ -16,11 +16,10 @@ from texts import BYTES, CHAT
 
 from common.settings import UserError, decode
 from data.tokenizer import RankTokenizer
-from inference.engine import CHUNK, Engine, stream
+from inference.engine import PROMPT_CHUNK, Engine, stream_text
 from inference.generation import Generation, Request, TextStream
 from inference.load import load
 from inference.sample import Conversation, SampleConfig, run_sampling, take_turns
-from inference.sampling import SamplingConfig
 from model.gpt import GPT
 from tools.convert.new_run import begin_with
 
@@ -29,7 +28,6 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
 ROOT = Path(__file__).resolve().parents[2]
 ODD_PROMPT = """def f("a", 'b'): ${x} ${oc.env:HOME} {[(=,\\ ~$\n\té日🙂 #"""
 EOT = BYTES.eot_id
-LEARNED = {"model.position": {"name": "learned", "max_len": 16}}
 
 
 @pytest.fixture
@@ -56,16 +54,14 @@ def stream_of(ids, stop=(), tokenizer=BYTES):
     return [*map(stream.push, ids), stream.end()]
 
 
-@pytest.mark.parametrize(
-    ("largest", "environment", "n_threads"), [(10**9, {}, 1), (1, {}, 3), (10**9, {"OMP_NUM_THREADS": "3"}, 3)]
-)
-def test_a_small_model_generates_in_one_thread(run_dir, monkeypatch, largest, environment, n_threads):
+@pytest.mark.parametrize(("largest", "given", "n_threads"), [(10**9, None, 1), (1, None, 3), (10**9, "3", 3)])
+def test_a_small_model_generates_in_one_thread(run_dir, monkeypatch, largest, given, n_threads):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
     monkeypatch.setattr(SampleConfig, "parameters_for_threads", largest)
     torch.set_num_threads(3)
-    load(decode(SampleConfig, {"checkpoint": str(run_dir), "runtime": {"device": "cpu"}}))
+    load(make_config(checkpoint=run_dir, runtime={"device": "cpu"}))
     assert torch.get_num_threads() == n_threads
 
 
@@ -89,11 +85,12 @@ def first_stop(text, stops):
 
 @pytest.mark.parametrize("n_characters", [1, 3])
 def test_stop_strings_do_not_depend_on_where_tokens_end(n_characters):
-    alphabet = [bytes([i]) for i in range(256)]
-    longer = ["".join(c).encode() for n in range(2, n_characters + 1) for c in itertools.product("abé", repeat=n)][:400]
-    tokenizer = RankTokenizer("gpt2", [*alphabet, *(token for token in longer if token not in alphabet)])
+    tokens = [bytes([i]) for i in range(256)]
+    for n in range(2, n_characters + 1):
+        tokens += ["".join(characters).encode() for characters in itertools.product("abé", repeat=n)]
+    tokenizer = RankTokenizer("gpt2", tokens)
     for seed, stops in enumerate(itertools.product(["ab", "abab", "bé", "éé"], ["b", "aab", "abéa", "zz"])):
-        ids = random.Random(seed).choices(range(256, tokenizer.eot_id) if longer else b"ab", k=30)
+        ids = random.Random(seed).choices(range(256, tokenizer.eot_id) or b"ab", k=30)
         text = tokenizer.decode_bytes(ids).decode()
         assert "".join(stream_of(ids, stops, tokenizer)) == first_stop(text, stops)
 
@@ -101,28 +98,20 @@ def test_stop_strings_do_not_depend_on_where_tokens_end(n_characters):
 # Continuations
 
 
-def completion(prompt, seed=1, max_tokens=10, stop=(), sampling=SamplingConfig()):  # noqa: B008
-    return Generation(Request((EOT, *BYTES.encode(prompt)), max_tokens, sampling, seed, tuple(stop)), CHAT)
-
-
 def draw_these(monkeypatch, ids):
-    """Let the model draw these tokens."""
+    """Let the model draw these tokens, and return the logits that it would have drawn each from."""
     drawn = iter(ids)
-    monkeypatch.setattr("inference.engine.draw", lambda logits, *_: [next(drawn) for _ in logits])
+    seen = []
 
+    def draw(logits, *_):
+        seen.append(logits)
+        token_id = next(drawn)
+        if isinstance(token_id, KeyboardInterrupt):
+            raise token_id
+        return [token_id, *(next(drawn) for _ in logits[1:])]
 
-@pytest.fixture
-def continued(gpt, monkeypatch):
-    """The only continuation, as if the model had drawn these tokens."""
-
-    def run(ids, max_new_tokens=200, stop=()):
-        draw_these(monkeypatch, ids)
-        text, engine = completion("x", 1, max_new_tokens, stop), Engine(gpt, CHAT.n_vocab, 1)
-        engine.submit([text])
-        assert "".join(stream(engine, text)) == text.text
-        return text
-
-    return run
+    monkeypatch.setattr("inference.engine.sample_next_tokens", draw)
+    return seen
 
 
 @pytest.mark.parametrize(
@@ -131,14 +120,18 @@ def continued(gpt, monkeypatch):
         ([*b"ab", EOT, *b"cd"], {}, "ab", 2, "end_of_text"),
         ([EOT], {}, "", 0, "end_of_text"),
         *(([*b"ab", marker, *b"cd"], {}, "ab", 2, "stop") for marker in (*CHAT.role_ids.values(), CHAT.end_id)),
-        (b"abcdef", {"max_new_tokens": 3}, "abc", 3, "length"),
+        (b"abcdef", {"max_tokens": 3}, "abc", 3, "length"),
         (b"abcdef", {"stop": ["xx", "de"]}, "abc", 5, "stop"),
-        (b"ab", {"stop": ["bc"], "max_new_tokens": 2}, "ab", 2, "length"),
-        ("ab日".encode()[:-1], {"max_new_tokens": 4}, "ab\ufffd", 4, "length"),
+        (b"ab", {"stop": ["bc"], "max_tokens": 2}, "ab", 2, "length"),
+        ("ab日".encode()[:-1], {"max_tokens": 4}, "ab\ufffd", 4, "length"),
     ],
 )
-def test_a_continuation_says_why_it_ends(continued, ids, limits, text, n_tokens, reason):
-    one = continued(ids, **limits)
+def test_a_continuation_says_why_it_ends(gpt, monkeypatch, ids, limits, text, n_tokens, reason):
+    draw_these(monkeypatch, ids)
+    engine = Engine(gpt, CHAT.n_vocab, 1)
+    one = Generation(Request(**{"ids": (EOT, *b"x"), "max_tokens": 200} | limits), CHAT)
+    engine.submit([one])
+    assert "".join(stream_text(engine, one)) == one.text
     assert (one.text, one.n_tokens, one.finish_reason) == (text, n_tokens, reason)
 
 
@@ -150,41 +143,37 @@ def test_the_model_reads_what_was_shown_and_every_answer_is_closed(tiny, monkeyp
     """However it ended: by its end, a user's marker, the end of a text, a stop string, its limit, or at once."""
     gpt = GPT(tiny({"model.attention": {"name": attention}, "model.n_vocab": CHAT.n_vocab}).model).double().eval()
     ids = [*b"cd", CHAT.role_ids["user"], *b"e", EOT, *b"fEND", *b"gh\xe6\x97!", CHAT.end_id]
-    drawn, rows = iter(ids), []
-
-    def draw(logits, *_):
-        rows.append(logits)
-        return [next(drawn)]
-
-    monkeypatch.setattr("inference.engine.draw", draw)
-    talk, read = Conversation(gpt, CHAT, make_config(stop="END", max_new_tokens=5)), [EOT]
+    logits = draw_these(monkeypatch, ids)
+    talk = Conversation(gpt, CHAT, make_config(stop="END", max_new_tokens=5))
+    read = [EOT]
     answers = ["cd", "e", "f", "gh\ufffd!", ""]
     for answer in answers:
-        rows.clear()
+        logits.clear()
         assert "".join(talk.answer("é?")) == answer
         read += CHAT.encode_chat([("user", "é?")], answer=True)
         with torch.no_grad():
             expected = gpt(torch.tensor([read]))[:, -1, : CHAT.n_vocab]
-        torch.testing.assert_close(rows[0], expected, rtol=0, atol=1e-11)
+        torch.testing.assert_close(logits[0], expected, rtol=0, atol=1e-11)
         read += [*CHAT.encode(answer), CHAT.end_id]
     assert talk.text == "\n".join(f"> é?\n{answer}" for answer in answers)
 
 
 def test_a_turn_of_a_conversation_reads_what_it_adds_and_less_than_a_chunk(gpt, monkeypatch):
     draw_these(monkeypatch, itertools.cycle([*b"cd", CHAT.end_id]))
-    lengths, forward = [], gpt.forward
-    monkeypatch.setattr(gpt, "forward", lambda ids, *a, **k: (lengths.append(ids.shape[1]), forward(ids, *a, **k))[1])
+    lengths = []
+    gpt.register_forward_pre_hook(lambda gpt, inputs: lengths.append(inputs[0].shape[1]))
     talk = Conversation(gpt, CHAT, make_config())
     for turn in range(4):
         lengths.clear()
         assert "".join(talk.answer("x" * 700)) == "cd"
         prompt = 1 + 705 * turn + 702  # <|endoftext|>, messages between two markers, answers with their ends
-        read_before = max(0, prompt - 705) // CHUNK * CHUNK
+        read_before = max(0, prompt - 705) // PROMPT_CHUNK * PROMPT_CHUNK
         assert sum(lengths) == prompt - read_before + 2  # "c" and "d"
 
 
 def test_a_conversation_fills_learned_positions_and_no_more(tiny, monkeypatch):
-    gpt = GPT(tiny(LEARNED | {"model.n_vocab": CHAT.n_vocab}).model).double().eval()
+    learned = {"model.position": {"name": "learned", "max_len": 16}, "model.n_vocab": CHAT.n_vocab}
+    gpt = GPT(tiny(learned).model).double().eval()
     draw_these(monkeypatch, b"fghijklmnopqrstuvwxyz")
     talk = Conversation(gpt, CHAT, make_config())
     assert "".join(talk.answer("abcde")) == "fghijklm"
@@ -216,27 +205,32 @@ def test_a_prompt_comes_from_an_argument_or_standard_input(command, run_dir, mon
 
 
 def test_the_seed_decides_and_sample_i_has_seed_plus_i(command, run_dir):
-    one, again, two = (text_of(command, run_dir, f"seed={seed}") for seed in (1, 1, 2))
-    assert one == again != two
-    both = text_of(command, run_dir, "num_samples=2")
+    one = text_of(command, run_dir, "seed=1")
+    two = text_of(command, run_dir, "seed=2")
+    assert one != two
+    both = text_of(command, run_dir, "seed=1", "num_samples=2")
     assert both == one.removesuffix("\n") + "\n\n---\n\n" + two
 
 
 def test_prompts_of_a_file_are_continued_as_each_alone(command, run_dir, tmp_path):
-    (tmp_path / "prompts.txt").write_text("one\n\nzwei 日本\r\n  drei", encoding="utf-8")
-    together = text_of(command, run_dir, f"prompts_file={tmp_path / 'prompts.txt'}", "num_samples=2", "micro_batch=3")
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\n\nzwei 日本\r\n  drei", encoding="utf-8")
+    together = text_of(command, run_dir, f"prompts_file={prompts}", "num_samples=2", "micro_batch=3")
     alone = [text_of(command, run_dir, f"prompt={p}", "num_samples=2") for p in ("one", "zwei 日本", "  drei")]
-    assert together.removesuffix("\n") == "\n\n---\n\n".join(text.removesuffix("\n") for text in alone)
+    assert together == "\n---\n\n".join(alone)
 
 
 def test_json_is_all_there_is_on_standard_output(command, run_dir, tmp_path):
-    (tmp_path / "prompts.txt").write_text("one\nzwei 日本\n", encoding="utf-8")
-    options = [f"prompts_file={tmp_path / 'prompts.txt'}", "output=json", "num_samples=2", "max_new_tokens=5", "seed=7"]
-    result = command("sample", f"checkpoint={run_dir}", "runtime.device=cpu", 'stop=["\\n", "END"]', *options)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\nzwei 日本\n", encoding="utf-8")
+    options = ["runtime.device=cpu", "num_samples=2", "max_new_tokens=5", "seed=7", 'stop=["\\n", "END"]']
+    result = command("sample", f"checkpoint={run_dir}", f"prompts_file={prompts}", "output=json", *options)
     records = [json.loads(line) for line in result.out.splitlines()]
-    assert [(r["prompt"], r["seed"]) for r in records] == [(p, s) for p in ("one", "zwei 日本") for s in (7, 8)]
-    assert all(r["finish_reason"] in ("length", "stop", "end_of_text") and "\n" not in r["text"] for r in records)
-    assert [r["prompt_tokens"] for r in records] == [3, 3, 11, 11]
+    given = [(r["prompt"], r["seed"], r["prompt_tokens"]) for r in records]
+    assert given == [("one", 7, 3), ("one", 8, 3), ("zwei 日本", 7, 11), ("zwei 日本", 8, 11)]
+    for record in records:
+        assert record["finish_reason"] in ("length", "stop", "end_of_text")
+        assert "\n" not in record["text"]
     stored = "\n\n---\n\n".join(r["prompt"] + r["text"] for r in records) + "\n"
     assert (run_dir / "sample.txt").read_text(encoding="utf-8") == stored
     assert f"({sum(r['tokens'] for r in records)} tokens, " in result.err
@@ -261,6 +255,7 @@ def test_stop_strings_are_read_as_people_give_them(given, stop):
         ({"stop": "[a, b]"}, "give a text, or a JSON list"),
         ({"prompt": "a", "prompts_file": "b"}, "prompt and prompts_file are both given"),
         ({"interactive": True, "prompt": "-"}, "begins with one prompt"),
+        ({"system": "a"}, "system is for conversations: give interactive=true or message"),
     ],
 )
 def test_what_does_not_go_is_refused(changes, message):
@@ -269,14 +264,7 @@ def test_what_does_not_go_is_refused(changes, message):
 
 
 def test_what_is_interrupted_is_kept(run_dir, monkeypatch, capsys):
-    drawn = iter(b"abc")
-
-    def draw(*_):
-        for token_id in drawn:
-            return [token_id]
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("inference.engine.draw", draw)
+    draw_these(monkeypatch, [*b"abc", KeyboardInterrupt()])
     with pytest.raises(KeyboardInterrupt):
         run_sampling(make_config(checkpoint=run_dir, prompt="x"))
     assert (run_dir / "sample.txt").read_text() == "xabc\n"
@@ -287,18 +275,16 @@ def test_what_is_interrupted_is_kept(run_dir, monkeypatch, capsys):
 
 def test_a_chat_model_answers_messages_and_another_says_what_it_does(command, run_dir, gpt, tmp_path, monkeypatch):
     begin_with(gpt, CHAT, tmp_path / "chat", seq_len=16, batch_tokens=64)
-    draw_these(monkeypatch, [*b"5", CHAT.end_id, *b"6", CHAT.end_id])
     monkeypatch.setattr("sys.stdin", io.StringIO("\n4+\\\n2?\n"))
     typed = [f"checkpoint={tmp_path / 'chat'}", "runtime.device=cpu"]
+    draw_these(monkeypatch, [*b"5", CHAT.end_id] * 5)
     chat = command("sample", *typed, "interactive=true", "prompt=2+3?")
     assert chat.status == 0, chat.err
-    assert chat.out == "> 2+3?\n5\n> 4+\n2?\n6\n"
+    assert chat.out == "> 2+3?\n5\n> 4+\n2?\n5\n"
     assert (tmp_path / "chat" / "sample.txt").read_text() == chat.out
     assert "Type a message, and the model answers. End a line" in chat.err
-    draw_these(monkeypatch, [*b"5", CHAT.end_id] * 4)
-    asked = command("sample", *typed, "message=2+3?", "system=Sum.", "output=json")
-    assert json.loads(asked.out)["text"] == "5"
-    assert json.loads(asked.out)["prompt_tokens"] == len("2+3?Sum.") + 3
+    asked = json.loads(command("sample", *typed, "message=2+3?", "system=Sum.", "output=json").out)
+    assert (asked["text"], asked["prompt_tokens"]) == ("5", len("2+3?Sum.") + 3)
     assert command("sample", *typed, "message=2+3?").out == "> 2+3?\n5\n"
     continued = command("sample", *typed, "prompt=2+3?")
     assert continued.out == "2+3?5\n"
@@ -308,31 +294,20 @@ def test_a_chat_model_answers_messages_and_another_says_what_it_does(command, ru
         assert_one_line(asked, "is for chat models, which this is not")
 
 
-def test_the_system_s_message_begins_a_conversation(command, gpt, tmp_path, monkeypatch):
-    begin_with(gpt, CHAT, tmp_path / "chat", seq_len=16, batch_tokens=64)
-    begun = []
-    monkeypatch.setattr("inference.sample.take_turns", lambda talk, *_: begun.append(talk.messages))
-    typed = ["runtime.device=cpu", "interactive=true", "system=Be <|end|>", f"checkpoint={tmp_path / 'chat'}"]
-    assert command("sample", *typed).status == 0
-    assert begun == [[("system", "Be <|end|>")]]
-    for more, why in [
-        ("interactive=false", "system is for conversations: give interactive=true or message"),
-        ("system=\udcff", "is not in UTF-8"),
-    ]:
-        assert_one_line(command("sample", *typed, more), why)
+def test_the_system_s_message_begins_a_conversation(command, gpt, monkeypatch):
+    talk = Conversation(gpt, CHAT, make_config(interactive=True, system="Be <|end|>"))
+    logits = draw_these(monkeypatch, [CHAT.end_id])
+    list(talk.answer("a"))
+    ids = [EOT, *CHAT.encode_chat([("system", "Be <|end|>"), ("user", "a")], answer=True)]
+    with torch.no_grad():
+        expected = gpt(torch.tensor([ids]))[:, -1, : CHAT.n_vocab]
+    torch.testing.assert_close(logits[0], expected, rtol=0, atol=1e-11)
+    assert_one_line(command("sample", "checkpoint=.", "message=a", "system=\udcff"), "is not in UTF-8")
 
 
 def test_an_answer_of_a_conversation_can_be_interrupted(gpt, monkeypatch, capsys):
     """Ctrl-C ends the answer, and not the conversation."""
-    drawn = iter([*b"ab", KeyboardInterrupt(), *b"cd", EOT])
-
-    def draw(logits, *_):
-        token_id = next(drawn)
-        if isinstance(token_id, KeyboardInterrupt):
-            raise token_id
-        return [token_id for _ in logits]
-
-    monkeypatch.setattr("inference.engine.draw", draw)
+    draw_these(monkeypatch, [*b"ab", KeyboardInterrupt(), *b"cd", EOT])
     monkeypatch.setattr("sys.stdin", io.StringIO("x\ny\n"))
     talk = Conversation(gpt, CHAT, make_config())
     take_turns(talk)

@@ -32,9 +32,7 @@ def test_operators_are_timed_beside_softmax(command, tmp_path):
     assert {"cpu", "threads", "torch", "git_commit", "load"} <= set(found["machine"])
     assert (found["options"]["heads"], found["options"]["what"]) == (2, ["operators"])
     rows = {row["operator"]: row for row in found["operators"]}
-    ours = ["log attention", "log attention, gates", "linear attention"]
-    attention = ["SDPA", "published", *ours, *operators.PATTERNS]
-    assert list(rows) == attention
+    assert {"SDPA", "published", "log attention", "linear attention", "window 256"} <= set(rows)
     for row in rows.values():
         for key in ("forward", "both"):
             assert row[f"{key}_x"] == rows["SDPA"][f"{key}_ms"] / row[f"{key}_ms"] > 0
@@ -109,11 +107,12 @@ def test_training_steps_are_timed_beside_nanogpt(command, restored_torch, nanogp
 
 def test_nanogpt_has_the_sizes_and_tokens_of_the_first_model(nanogpt, restored_torch):
     config = train.config_of(["model=gpt2_124m", *SMALL, "runtime.device=cpu", "runtime.dtype=float32"], 8, 2)
-    theirs, ours = train.Training(config, 2, nanogpt), train.Training(config, 2)
+    theirs = train.Training(config, 2, nanogpt)
+    ours = train.Training(config, 2)
     gpt = theirs.summed_loss.gpt
     sizes = {"block_size": 8, "vocab_size": 64, "n_layer": 1, "n_head": 2, "n_embd": 32}
     assert vars(gpt.config) == sizes | {"bias": False}
-    assert all(torch.equal(a, b) for a, b in zip(theirs.batch[0], ours.batch[0], strict=True))
+    assert all(map(torch.equal, theirs.batch[0], ours.batch[0]))
     before = gpt.table.weight.detach().clone()
     theirs.step()
     assert not torch.equal(gpt.table.weight, before)
@@ -127,15 +126,15 @@ def test_a_state_is_constant_in_log_space_and_grows_with_softmax(command, restor
     models = ["models=gpt2_124m,heinsen_1m", "positions=1100,40"]
     result = command("scripts/bench", "what=decode", *models, *MODELS, f"out={out}")
     found = figures(result, out)
-    rows = {(row["model"], row["position"]): row for row in found["decode"]}
-    assert list(rows) == [(name, at) for name in ("gpt2_124m", "heinsen_1m") for at in (40, 1100)]
-    for (_, at), row in rows.items():  # more than the 1,024 positions of gpt2_124m
-        speed = row["tokens_per_second"] / rows["gpt2_124m", at]["tokens_per_second"]
-        assert row["x"] == pytest.approx(speed)
     log_space = 4 * (2 * (16 * 16 + 16) + 32)  # a head's two sums, and the recurrence's
-    sizes = {key: row["bytes_of_state"] for key, row in rows.items()}
-    assert sizes["heinsen_1m", 40] == sizes["heinsen_1m", 1100] == log_space
-    assert [sizes["gpt2_124m", at] for at in (40, 1100)] == [40 * KEYS_AND_VALUES, 1100 * KEYS_AND_VALUES]
+    assert [(row["model"], row["position"], row["bytes_of_state"]) for row in found["decode"]] == [
+        ("gpt2_124m", 40, 40 * KEYS_AND_VALUES),
+        ("gpt2_124m", 1100, 1100 * KEYS_AND_VALUES),  # more than its 1,024 positions
+        ("heinsen_1m", 40, log_space),
+        ("heinsen_1m", 1100, log_space),
+    ]
+    softmax, _, other, _ = found["decode"]
+    assert other["x"] == pytest.approx(other["tokens_per_second"] / softmax["tokens_per_second"])
     assert f"{1100 * KEYS_AND_VALUES:,}" in result.out
 
 
@@ -161,9 +160,8 @@ def test_preparing_is_timed_beside_the_tokenizer(command, tmp_path, monkeypatch,
     out = tmp_path / "bench.json"
     source = f"set=[data=jsonl,data.path=a.jsonl.zst,tokenizer=gpt2,tokenizer.path={rank_file},workers=2]"
     rows = figures(command("scripts/bench", "what=data", source, "rounds=1", f"out={out}"), out)
-    rates = {row["what"]: row["MB_per_second"] for row in rows["data"]}
-    assert list(rates) == ["the tokenizer, one thread", "prepared"]
-    assert min(rates.values()) > 0
-    both_workers = 2 * rates["the tokenizer, one thread"]
-    assert [row["x"] for row in rows["data"]] == [rate / both_workers for rate in rates.values()]
+    alone, prepared = rows["data"]
+    assert (alone["what"], prepared["what"]) == ("the tokenizer, one thread", "prepared")
+    assert alone["x"] == 1 / 2  # of two workers
+    assert prepared["x"] == prepared["MB_per_second"] / (2 * alone["MB_per_second"]) > 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl.zst", "bench.json"]

@@ -60,12 +60,12 @@ def test_what_breaks_or_fails_its_check_is_a_finding_and_the_rest_goes_on(small,
     def broken():
         raise RuntimeError("CUDA error: an illegal memory access\nmore")
 
-    monkeypatch.setattr(doctor, "versions", broken)
+    monkeypatch.setattr(doctor, "find_versions", broken)
     outcomes = {"flagship_125m": "are right only without torch.compile", "softmax_125m": doctor.AGREES}
     monkeypatch.setattr(doctor, "choose_compute", lambda config: Compute(torch.device("cpu"), torch.float32))
     monkeypatch.setattr(doctor, "prove_models", lambda: outcomes)
-    monkeypatch.setattr(doctor, "_of_gpu", list)
-    monkeypatch.setattr(doctor, "training_step", lambda config, compute: {"tokens per second": 2.0})
+    monkeypatch.setattr(doctor, "_find_gpu_faults", list)
+    monkeypatch.setattr(doctor, "time_training", lambda config, compute: {"tokens per second": 2.0})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UserError, match="2 parts of this did not work"):
         doctor.examine(training=True)
@@ -96,22 +96,18 @@ def places(tmp_path, monkeypatch):
     return tmp_path / "dev"
 
 
-def findings(places):
-    return list(doctor.findings(places))
-
-
 def test_a_gpu_that_is_not_used_is_a_finding(places, monkeypatch):
-    assert findings(places) == []
+    assert [*doctor.find_faults(places)] == []
     (places / "nvidia0").touch()
-    (line,) = findings(places)
+    (line,) = [*doctor.find_faults(places)]
     assert line.startswith("torch does not see the GPU: ")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert findings(places) == ["CUDA_VISIBLE_DEVICES hides the GPU: unset it to train there"]
+    assert [*doctor.find_faults(places)] == ["CUDA_VISIBLE_DEVICES hides the GPU: unset it to train there"]
 
 
 def test_a_full_disk_is_a_finding(places, monkeypatch):
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=1e9))
-    (line,) = findings(places)
+    (line,) = [*doctor.find_faults(places)]
     assert line == "only 1.0 GB are free here: give train.py a run_dir on a larger disk"
 
 
@@ -124,12 +120,12 @@ def test_a_gpu_that_lacks_something_is_a_finding(places, monkeypatch, emulated, 
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: [built])
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not emulated)
     monkeypatch.setattr(doctor, "triton_version", lambda: "3.7.1")
-    (line,) = findings(places)
+    (line,) = [*doctor.find_faults(places)]
     assert said in line
 
 
 def test_the_drivers_version_is_read(tmp_path):
     path = tmp_path / "version"
-    assert doctor.driver(path) is None
+    assert doctor.driver_version(path) is None
     path.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19\nGCC version:  gcc 12.2\n")
-    assert doctor.driver(path) == "535.129.03"
+    assert doctor.driver_version(path) == "535.129.03"

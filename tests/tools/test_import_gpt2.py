@@ -51,7 +51,8 @@ def config(**changes):
 
 def weights(change):
     def changed(folder):
-        change(tensors := load_file(folder / "model.safetensors"))
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
         save_file(tensors, folder / "model.safetensors")
 
     return changed
@@ -64,7 +65,8 @@ def file(name, content):
 def test_a_run_that_was_exported_and_imported_is_the_same_model(original, folder, tmp_path):
     path = import_gpt2(folder, tmp_path / "again")
     assert path == tmp_path / "again" / "checkpoints" / "step-00000000"
-    (before, tokenizer), (after, tokenizer_after) = load_model(original / "run"), load_model(path)
+    before, tokenizer = load_model(original / "run")
+    after, tokenizer_after = load_model(path)
     assert tokenizer_after.sha256 == tokenizer.sha256
     assert (before.config.n_vocab_padded, after.config.n_vocab_padded) == (320, 257)
     wanted = before.state_dict() | {"embed.weight": before.embed.weight[:257]}
@@ -117,22 +119,13 @@ def test_it_can_be_tuned_on_conversations(folder, tmp_path, make_dataset, comman
         (config(model_type="llama"), "model_type='llama': Input should be 'gpt2'"),
         (config(activation_function="relu"), "activation_function='relu': Input should be 'gelu_new' or"),
         (config(layer_norm_epsilon=1e-6), "layer_norm_epsilon=1e-06: Input should be greater than or equal to 0.00001"),
-        (config(scale_attn_weights=False), "scale_attn_weights=False"),
         (config(tie_word_embeddings=False), "tie_word_embeddings=False"),
-        (config(n_inner=17), "n_inner=17: it must be a multiple of n_embd=16"),
+        (config(n_inner=17), "'transformer.h.0.mlp.c_fc.weight' has the shape"),
         (config(vocab_size=200), "has a tokenizer with 257 ids, but the model has only 200"),
-        (
-            file("config.json", b"[]"),
-            "does not describe a GPT2LMHeadModel like GPT-2: Input should be a valid dictionary",
-        ),
+        (file("config.json", b"[]"), "does not describe a GPT2LMHeadModel like GPT-2: Input should be a valid"),
         (weights(lambda t: t.pop("transformer.wpe.weight")), "'transformer.wpe.weight' is missing"),
         (weights(lambda t: t.update({"lm_head.weight": torch.zeros(257, 16)})), "lm_head.weight differs from wte"),
-        (
-            weights(lambda t: t["transformer.h.0.ln_1.bias"].fill_(torch.nan)),
-            "h.0.ln_1.bias has values that are",
-        ),
         (file("model.safetensors", None), "has no model.safetensors: load model and tokenizer"),
-        (file("config.json", None), "has no config.json: load model and tokenizer with transformers"),
     ],
 )
 @pytest.mark.slow
@@ -147,7 +140,8 @@ def test_an_export_is_whole_or_absent(original, folder, tmp_path, command, monke
         return command("scripts/export_hf", f"checkpoint={original / 'run'}", f"out_dir={out_dir}")
 
     assert_one_line(exported(folder), "is not empty: choose another folder")
-    (beside := tmp_path / ".new.export").mkdir()
+    beside = tmp_path / ".new.export"
+    beside.mkdir()
     (beside / "model.safetensors").write_text("of an export that was killed")
     with owned(beside, lambda: "taken"):
         assert_one_line(exported(tmp_path / "new"), "new is being written by another process")

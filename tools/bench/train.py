@@ -45,26 +45,23 @@ def measure(options: Any) -> list[JsonDict]:
     folder = options.nanogpt
     if folder is not None and not (folder / "model.py").is_file():
         raise UserError(f"nanogpt={folder} has no model.py: name the folder of a clone of nanoGPT")
-    overrides = [*options.set, f"runtime.device={options.device}"]
-    runs: dict[str, tuple[TrainConfig, Path | None]] = {}
-    if folder is not None:
-        config = config_of(["model=gpt2_124m", *overrides], options.seq_len, options.batch)
-        runs["nanoGPT"] = (config, folder)
+    choices = {} if folder is None else {"nanoGPT": "model=gpt2_124m"}
     for name in options.models:
         is_experiment = (CONFIGS / "experiment" / f"{name}.yaml").is_file()
-        choice = f"experiment={name}" if is_experiment else f"model={name}"
-        runs[name] = (config_of([choice, *overrides], options.seq_len, options.batch), None)
+        choices[name] = f"experiment={name}" if is_experiment else f"model={name}"
 
-    def measured(name: str) -> Measured:
-        result = in_own_process(measure_steps, *runs[name], options.steps)
+    def measure_model(name: str) -> Measured:
+        overrides = [choices[name], *options.set, f"runtime.device={options.device}"]
+        config = config_of(overrides, options.seq_len, options.batch)
+        nanogpt = folder if name == "nanoGPT" else None
+        result = in_own_process(measure_steps, config, nanogpt, options.steps)
         say(f"{name}: {statistics.median(result.seconds):.4g} s a step")
         return result
 
-    turns = in_turn({name: partial(measured, name) for name in runs}, options.rounds)
+    turns = in_turn({name: partial(measure_model, name) for name in choices}, options.rounds)
     rows: list[JsonDict] = []
     for name, results in turns.items():
-        steps = [seconds for result in results for seconds in result.seconds]
-        seconds = statistics.median(steps)
+        seconds = statistics.median(seconds for result in results for seconds in result.seconds)
         rate = options.batch * options.seq_len / seconds
         share = results[0].share_of_peak
         row = {
@@ -107,11 +104,8 @@ class Training:
         self.compute = choose_compute(config.runtime)
         self._grad_clip = config.optim.grad_clip
         torch.manual_seed(config.seed)
-        if nanogpt is None:
-            model = _ours(config, self.compute)
-        else:
-            model = _nanogpt(nanogpt, config, self.compute)
-        self.summed_loss, self._optimizer, self.flops_per_token = model
+        build = _build_ours if nanogpt is None else partial(_build_nanogpt, nanogpt)
+        self.summed_loss, self._optimizer, self.flops_per_token = build(config, self.compute)
         generator = torch.Generator().manual_seed(config.seed)
         shape = (sequences, config.seq_len + 1)
         ids = torch.randint(config.model.n_vocab, shape, generator=generator)
@@ -141,7 +135,7 @@ def measure_rate(config: TrainConfig, micro_batch: int) -> float:
     return micro_batch * config.seq_len / statistics.median(seconds[_WARM_UP:])
 
 
-def _ours(config: TrainConfig, compute: Compute) -> tuple[Any, Any, int]:
+def _build_ours(config: TrainConfig, compute: Compute) -> tuple[Any, Any, int]:
     """Return the model's loss, its optimizer, and FLOPs a token."""
     eot_id = config.data.reset_at(config.model.n_vocab - 1)  # in random tokens any id will do
     gpt = GPT(config.model, eot_id).to(compute.device, compute.param_dtype)
@@ -151,8 +145,8 @@ def _ours(config: TrainConfig, compute: Compute) -> tuple[Any, Any, int]:
     return SummedLoss(gpt), optimizer, gpt.flops_per_token(config.seq_len)
 
 
-def _nanogpt(folder: Path, config: TrainConfig, compute: Compute) -> tuple[Any, Any, int]:
-    """Return the same of nanoGPT, with the optimizer of its train.py."""
+def _build_nanogpt(folder: Path, config: TrainConfig, compute: Compute) -> tuple[Any, Any, int]:
+    """Return nanoGPT's loss, the optimizer of its train.py, and FLOPs a token."""
     model = NanoGPT(folder, config).to(compute.device, compute.param_dtype)
     optimizer = model.gpt.configure_optimizers(0.1, 6e-4, (0.9, 0.95), compute.device.type)
     if should_compile(config.runtime, compute):

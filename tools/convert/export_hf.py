@@ -33,8 +33,7 @@ def export(checkpoint: Path, out_dir: Path) -> None:
     Raises:
         UserError: there is no whole checkpoint, or out_dir is in use.
     """
-    is_empty_folder = out_dir.is_dir() and not any(out_dir.iterdir())
-    if out_dir.exists() and not is_empty_folder:
+    if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
         raise UserError(f"{out_dir} exists and is not empty: choose another folder, or remove it")
     opened = open_checkpoint(checkpoint, MODEL_FILES)
     gpt, tokenizer = load_model(opened)
@@ -72,7 +71,9 @@ def _write_model(gpt: GPT, tokenizer: Tokenizer, folder: Path) -> bool:
         }
     else:
         tensors = {f"gpt.{name}": value for name, value in tensors.items()}
-        _write_code(config, folder)
+        for name, text in modeling_files(map(type, [config.attention, *config.layers])).items():
+            (folder / name).write_text(text, encoding="utf-8")
+        shutil.copyfile(_HERE.parents[1] / "LICENSE", folder / "LICENSE-code")
     save_file(
         {name: value.contiguous() for name, value in tensors.items()},
         folder / "model.safetensors",
@@ -85,13 +86,6 @@ def _write_model(gpt: GPT, tokenizer: Tokenizer, folder: Path) -> bool:
     ends = {"eos_token_id": [*tokenizer.end_ids]} if isinstance(tokenizer, ChatTokenizer) else {}
     write_json(folder / "generation_config.json", ids | ends | {"pad_token_id": tokenizer.eot_id})
     return plain
-
-
-def _write_code(config: GPTConfig, folder: Path) -> None:
-    """Write the modules that the model needs, and their license."""
-    for name, text in modeling_files(map(type, [config.attention, *config.layers])).items():
-        (folder / name).write_text(text, encoding="utf-8")
-    shutil.copyfile(_HERE.parents[1] / "LICENSE", folder / "LICENSE-code")
 
 
 def _without_padding(gpt: GPT, n_vocab: int) -> tuple[GPTConfig, dict[str, Tensor]]:

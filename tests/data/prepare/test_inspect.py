@@ -118,7 +118,6 @@ def test_a_run_and_a_step_are_enough_and_show_the_text(command, dataset, dataset
 
 def test_what_cannot_be_shown_is_one_line(command, dataset):
     for arguments, named in {
-        "step=1 window=5": "step shows what training read: leave out split, window and random",
         "step=1": "step needs a run: give run_dir",
         "window=999999": "token 999999 is not in 'train', which has",
     }.items():

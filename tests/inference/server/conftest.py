@@ -56,7 +56,8 @@ class Server:
         self.said = []
         for line in self.process.stdout:
             self.said.append(line)
-            if found := re.search(r"served at (\S+) ", line):
+            found = re.search(r"served at (\S+) ", line)
+            if found:
                 self.url = found[1]
                 return
         raise AssertionError(self.process.communicate()[1])
@@ -66,11 +67,6 @@ class Server:
         self.process.send_signal(number)
         out, err = self.process.communicate(timeout=240)
         return self.process.returncode, "".join(self.said) + out, err
-
-    def kill(self):
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.communicate()
 
 
 @pytest.fixture(scope="session")
@@ -86,7 +82,8 @@ def serve(run_dir):
 
     yield start
     for server in started:
-        server.kill()
+        server.process.kill()
+        server.process.wait()
 
 
 @pytest.fixture(scope="session")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from texts import BYTES
 
-from inference.engine import CHUNK, Engine
+from inference.engine import PROMPT_CHUNK, Engine
 from inference.generation import Generation, Request
-from inference.sampling import SamplingConfig, draw
+from inference.sampling import SamplingConfig, sample_next_tokens
 from inference.server.responses import ApiError
 from inference.server.worker import Worker
 
@@ -21,9 +21,7 @@ SAMPLING = [
 ]
 
 
-def generation(prompt=b"abc", **request):
-    defaults = {"max_tokens": 10, "sampling": SamplingConfig(), "seed": 1, "prompt_start": 1}
-    return Generation(Request((256, *prompt), **(defaults | request)), BYTES)
+GREEDY = SAMPLING[1]
 
 
 @pytest.fixture
@@ -34,36 +32,28 @@ def make_engine(make_gpt):
     return make
 
 
-def submit(engine, *prompt, **request):
+def submit(engine, prompt=b"abc", max_tokens=10, seed=1, **request):
     """Give a text to an engine or a worker."""
-    text = generation(*prompt, **request)
+    text = Generation(Request((256, *prompt), max_tokens, seed=seed, prompt_start=1, **request), BYTES)
     engine.submit([text])
     return text
 
 
 def turn_until_ended(engine, readers, limit=10_000):
-    for turns in itertools.count():
+    for turns in range(limit):
         if all(reader.finished for reader in readers):
             return turns
-        assert turns < limit
         engine.turn()
-
-
-def written(engine, *prompt, **request):
-    """A text after it has ended, written by the engine alone."""
-    text = submit(engine, *prompt, **request)
-    turn_until_ended(engine, [text])
-    return text
+    raise AssertionError("they do not end")
 
 
 def alone(engine, reader):
     """The same text from a forward pass over all of it: each token is drawn again, from the logits in its place."""
-    request, ids = reader.request, torch.tensor([*reader.request.ids, *reader.drawn])
+    request = reader.request
     with torch.no_grad():
-        logits = engine.gpt(ids.unsqueeze(0))[0, :-1, :257]
-    drawn, generator = [], torch.Generator().manual_seed(request.seed)
-    for n in range(len(request.ids), len(ids)):
-        drawn += draw(logits[n - 1 : n], [request.sampling], [generator])
+        logits = engine.gpt(torch.tensor([[*request.ids, *reader.drawn]]))[0, len(request.ids) - 1 : -1, :257]
+    generator = torch.Generator().manual_seed(request.seed)
+    drawn = [sample_next_tokens(row[None], [request.sampling], [generator])[0] for row in logits]
     assert len(drawn) == request.max_tokens or drawn[-1] == 256
     return bytes(itertools.takewhile(lambda token: token < 256, drawn)).decode(errors="replace")
 
@@ -98,10 +88,9 @@ def test_texts_that_come_and_go_are_what_each_would_be_alone(make_engine, make_g
 
 
 def test_all_streams_are_read_in_one_forward_pass(make_engine, monkeypatch):
-    engine, shapes = make_engine(max_streams=16), []
-    forward = engine.gpt.forward
-    kept = lambda ids, *a, **k: (shapes.append(tuple(ids.shape)), forward(ids, *a, **k))[1]  # noqa: E731
-    monkeypatch.setattr(engine.gpt, "forward", kept)
+    engine = make_engine(max_streams=16)
+    shapes = []
+    engine.gpt.register_forward_pre_hook(lambda gpt, inputs: shapes.append(tuple(inputs[0].shape)))
     readers = [submit(engine, b"x" * (i + 1), max_tokens=30, seed=i) for i in range(16)]
     turn_until_ended(engine, readers)
     assert (16, 1) in shapes
@@ -110,25 +99,23 @@ def test_all_streams_are_read_in_one_forward_pass(make_engine, monkeypatch):
 
 def test_a_long_prompt_holds_up_neither_texts_nor_other_prompts(make_engine):
     engine = make_engine(max_streams=3)
-    first = submit(engine, max_tokens=1000, sampling=SamplingConfig(temperature=0))
+    first = submit(engine, max_tokens=1000, sampling=GREEDY)
     engine.turn()
-    long = submit(engine, b"l" * (CHUNK * 50), max_tokens=1)
+    long = submit(engine, b"l" * (PROMPT_CHUNK * 50), max_tokens=1)
     for _ in range(3):
         engine.turn()
-    told = len(first.drawn)
-    short = submit(engine, max_tokens=3, sampling=SamplingConfig(temperature=0))
+    short = submit(engine, max_tokens=3, sampling=GREEDY)
     turns = turn_until_ended(engine, [short])
     assert turns <= 6  # its piece comes every other turn
     assert not long.finished
     assert first.n_tokens >= 3 + turns  # a token at every turn
-    assert told
 
 
 @pytest.mark.parametrize("turns", [0, 1, 3])
 def test_who_leaves_frees_the_place(make_engine, turns):
     """Cancelled while it waits, while its prompt is read, and while it is written."""
     engine = make_engine(max_streams=1)
-    leaves = submit(engine, b"y" * (2 * CHUNK), max_tokens=500)
+    leaves = submit(engine, b"y" * (2 * PROMPT_CHUNK), max_tokens=500)
     for _ in range(turns):
         engine.turn()
     leaves.cancelled = True
@@ -165,7 +152,7 @@ def raises(logits, rows):
 @pytest.mark.parametrize("fail", [not_finite, raises])
 def test_what_goes_wrong_with_one_text_is_its_end_alone(make_engine, make_gpt, fail):
     engine = make_engine(gpt=Faulty(make_gpt(), ord("!"), fail))
-    good = submit(engine, max_tokens=20, sampling=SamplingConfig(temperature=0))
+    good = submit(engine, max_tokens=20, sampling=GREEDY)
     bad = submit(engine, b"ab!")
     turn_until_ended(engine, [good, bad])
     assert bad.error is not None
@@ -174,23 +161,23 @@ def test_what_goes_wrong_with_one_text_is_its_end_alone(make_engine, make_gpt, f
 
 def test_a_step_that_fails_ends_its_texts_and_the_engine_goes_on(make_engine, monkeypatch):
     engine = make_engine()
-    readers = [submit(engine, seed=seed) for seed in range(3)]
-    for _ in range(2):
-        engine.turn()
+    text = submit(engine)
+    engine.turn()
     with monkeypatch.context() as patch:
-        patch.setattr("inference.engine.read", lambda *_: 1 / 0)
+        patch.setattr("inference.engine.read_tokens", lambda *_: 1 / 0)
         engine.turn()
-    assert [type(reader.error) for reader in readers[:2]] == [ZeroDivisionError] * 2
+    assert isinstance(text.error, ZeroDivisionError)
     after = submit(engine, seed=9)
-    turn_until_ended(engine, [readers[2], after])
+    turn_until_ended(engine, [after])
     assert after.text == alone(engine, after)
 
 
 def test_probabilities_are_those_of_the_whole_text(make_engine, monkeypatch):
     engine = make_engine()
-    monkeypatch.setattr("inference.engine.CHUNK", 7)  # the prompt's cross the borders of chunks
+    monkeypatch.setattr("inference.engine.PROMPT_CHUNK", 7)  # the prompt's cross the borders of chunks
     prompt = "né 日本 text".encode()
-    reader = written(engine, prompt, max_tokens=40, seed=2, n_top=3, echo=True, sampling=SAMPLING[2])
+    reader = submit(engine, prompt, max_tokens=40, seed=2, n_top=3, echo=True, sampling=SAMPLING[2])
+    turn_until_ended(engine, [reader])
     ids = [token.id for token in reader.tokens]
     assert bytes(ids[: len(prompt)]) == prompt
     with torch.no_grad():

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
-from common.settings import Settings, UserError, decode
+from common.settings import Settings, decode
 from model.config import GPTConfig
 
 # What our names of parameters have -> what GPT-2's have in its place, one after another.
@@ -88,11 +88,7 @@ def read_gpt2_config(raw: Any) -> GPTConfig:
         UserError: the model is not a GPT2LMHeadModel, or differs from GPT-2 in more than its sizes.
     """
     gpt2 = decode(_GPT2Config, raw)
-    expansion, remainder = divmod(gpt2.n_inner or 4 * gpt2.n_embd, gpt2.n_embd)
-    if remainder:
-        raise UserError(
-            f"config n_inner={gpt2.n_inner}: it must be a multiple of n_embd={gpt2.n_embd}"
-        )
+    expansion = (gpt2.n_inner or 4 * gpt2.n_embd) // gpt2.n_embd
     parts = {
         "attention": {"name": "softmax"},
         "block": {"name": "mlp", "expansion": expansion},
