@@ -13,11 +13,11 @@ from typing import Any, NoReturn, get_type_hints
 import yaml
 from pydantic import create_model
 
+from cli.compose import quote_texts, with_typed_texts
 from cli.help import decode_explained, help_of, with_comments
 from cli.mistakes import check_form, explain_dashes
 from cli.stored_settings import compose_command
-from cli.sweep import Command, run_sweep
-from cli.texts import texts_in, with_texts, without_texts
+from cli.sweep import Work, run_sweep
 from common import exits
 from common.console import guard_output, print_error
 from common.settings import JsonDict, Settings, UserError, line_for
@@ -67,33 +67,35 @@ def command(
     # A run and a server matter more than their output.
     guard_output(lossy=config_name in ("train", "serve"))
     debug = "--debug" in sys.argv
-    texts = texts_in(sys.argv[1:], text_keys)
     has_begun = False
+
+    def settings_class() -> type[Settings]:
+        return resolve_name(settings) if settings else _arguments(resolve_name(run))
 
     def work(config: JsonDict, only_check: bool = False) -> float | None:
         nonlocal has_begun
-        function: Callable[..., float | None] = resolve_name(run)
-        kind = resolve_name(settings) if settings else _arguments(function)
-        decoded = decode_explained(kind, with_texts(config, texts), config_name)
+        decoded = decode_explained(settings_class(), config, config_name)
         if only_check:
             return resolve_name(check)(decoded) if check else None
         has_begun = True
+        function: Callable[..., float | None] = resolve_name(run)
         return function(decoded) if settings else function(**dict(decoded))
 
     status: int | str | None = 0
     try:
-        _run(config_name, work, texts, debug, after_sweep)
+        words = quote_texts(sys.argv[1:], text_keys)
+        _run(config_name, words, settings_class, work, after_sweep)
         sys.stdout.flush()  # here, where its failure is reported
     except SystemExit as stopped:
         status = stopped.code
     except KeyboardInterrupt:
-        status = _failed(when_interrupted, 130)
+        status = _report(when_interrupted, 130)
     except Exception as error:
         message = _line_for(error)
         if debug or not message:
             raise
         is_wrong_option = isinstance(error, UserError) and not has_begun
-        status = _failed(message, exits.WRONG_OPTIONS if is_wrong_option else 1)
+        status = _report(message, exits.WRONG_OPTIONS if is_wrong_option else 1)
     if status or exits.at_once:
         exits.leave(status)
 
@@ -105,7 +107,7 @@ def _line_for(error: Exception) -> str | None:
     return line_for(error)
 
 
-def _failed(message: str, status: int) -> int:
+def _report(message: str, status: int) -> int:
     """Print an error line, and return the exit status."""
     rank = os.environ.get("LOCAL_RANK", "0")
     if rank != "0":
@@ -116,7 +118,7 @@ def _failed(message: str, status: int) -> int:
     return status
 
 
-def _arguments(function: Command) -> type[Settings]:
+def _arguments(function: Work) -> type[Settings]:
     """Return a class whose fields are a function's arguments."""
     types = get_type_hints(function, include_extras=True)
     fields: dict[str, Any] = {name: (kind, ...) for name, kind in types.items() if name != "return"}
@@ -124,13 +126,14 @@ def _arguments(function: Command) -> type[Settings]:
 
 
 def _run(
-    config_name: str, run: Command, texts: dict[str, str], debug: bool, after_sweep: str | None
+    config_name: str,
+    words: list[str],
+    settings_class: Callable[[], type[Settings]],
+    work: Work,
+    after_sweep: str | None,
 ) -> None:
     """Read the command line, and do what it asks for: help, a sweep, a view, or the work."""
-    words = sys.argv[1:]
     if re.search("[\udc80-\udcff]", " ".join(words)):  # how Python holds bytes that are not text
-        if sys.getfilesystemencoding() != "utf-8":
-            raise UserError("the locale has no characters but ASCII: set LC_ALL=C.UTF-8")
         raise UserError("an option is not in UTF-8, which JSON files need: rename what it names")
     flags, dashed = _parser(config_name).parse_known_intermixed_args(words)
     if dashed:
@@ -138,22 +141,25 @@ def _run(
     if flags.help:
         print(help_of(config_name))
         return
-    overrides = without_texts(flags.options, texts)
-    check_form(overrides, config_name)
+    check_form(flags.options, config_name)
+
+    def composed(options: list[str], complete: bool = True, job: str = "") -> JsonDict:
+        config = compose_command(config_name, options, flags.config_dir, complete, job)
+        return with_typed_texts(config, options, settings_class)
+
     if flags.multirun:
-        folder = run_sweep(config_name, overrides, flags.config_dir, run, debug)
+        folder = run_sweep(config_name, flags.options, composed, work, flags.debug)
         if after_sweep:
             resolve_name(after_sweep)(folder)
         return
-    config = compose_command(config_name, overrides, flags.config_dir, complete=not flags.cfg)
+    config = composed(flags.options, complete=not flags.cfg)
     if flags.cfg == "run_dir":  # for scripts that look into the folder
         print(config["run_dir"])
     elif flags.cfg:
-        config = with_texts(config, texts)
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
         print(with_comments(text, config, config_name), end="")
     else:
-        run(config)
+        work(config)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -6,30 +6,29 @@ Files are data: what they set for Hydra itself has no effect, and they cannot re
 import json
 import os
 import re
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import hydra
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from cli.mistakes import example_of, explain
-from common.command_line import in_hydras_grammar
+from common.command_line import in_hydras_grammar, quote_text
 from common.config_files import CONFIGS
-from common.settings import JsonDict, UserError
+from common.settings import JsonDict, Settings, UserError
 
 # A downloaded experiment could put the environment into what a run publishes.
 OmegaConf.clear_resolver("oc.env")
 
-_TEXTS = re.compile(
-    r"\w+_(dir|field|files?|from|in|name|out|path)|"
-    "checkpoint|csv|device|folder|host|nanogpt|out|path|project|prompt|revision|split|stop|subset|text"
-)
-"""The last words of keys whose values are texts, even if they look like numbers."""
+_PATHS = ("run_dir", "dataset_dir", "init_from")
+"""Settings that are needed before the class of all settings is imported, which knows paths."""
 
 
 def compose(
@@ -57,10 +56,15 @@ def compose(
             composed = hydra.compose(config_name, options)
     except (HydraException, OmegaConfBaseException, OSError, yaml.YAMLError) as error:
         raise UserError(explain(error, config_name)) from error
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        # Hydra does not check all values, nor what a file sets under `hydra`.
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # Hydra checks few files
         raise UserError(f"Hydra cannot compose this configuration: {error}") from error
-    return _plain(composed, complete, config_name)
+    plain = _plain(composed, complete, config_name)
+    words = number_words(options)
+    for key in _PATHS:
+        path = words.get(key, plain.get(key))
+        if isinstance(path, str):
+            plain[key] = os.path.expanduser(path)
+    return plain
 
 
 def _plain(composed: DictConfig, complete: bool, config_name: str) -> JsonDict:
@@ -72,9 +76,6 @@ def _plain(composed: DictConfig, complete: bool, config_name: str) -> JsonDict:
         raise UserError(f"Missing mandatory value: {error.full_key}: {advice}") from None
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {explain(error)}") from None
-    for key, value in plain.items():
-        if is_text(key) and isinstance(value, str | int | float):
-            plain[key] = os.path.expanduser(str(value))
     return plain
 
 
@@ -85,43 +86,92 @@ def value_at(tree: Any, *keys: str) -> Any:
     return tree
 
 
-def is_text(option: str) -> bool:
-    """Return whether the value of KEY=VALUE is a text."""
-    key = option.partition("=")[0]
-    return _TEXTS.fullmatch(key.rpartition(".")[2]) is not None
+def quote_texts(options: Iterable[str], text_keys: Collection[str]) -> list[str]:
+    """Quote the values of text keys, in which Hydra would read quotes, brackets and ${}."""
+    quoted = []
+    for option in options:
+        key, equals, text = option.partition("=")
+        is_text = equals and key in text_keys
+        quoted.append(f"{key}={in_hydras_grammar(text)}" if is_text else option)
+    return quoted
 
 
-def read_options(options: list[str]) -> list[str]:
+def read_options(options: Iterable[str]) -> list[str]:
     """Return options as Hydra's grammar writes them: keys inside {} bare, and texts quoted."""
     parse = OverridesParser.create().parse_override
     in_grammar = []
     for option in map(_bare_keys, options):
         try:
-            is_number = isinstance(parse(option).value(), int | float)
-            needs_quotes = is_number and is_text(option)
+            parse(option)
+            in_grammar.append(option)
         except HydraException:
-            needs_quotes = True
-        in_grammar.append(_quoted(option) if needs_quotes else option)
+            in_grammar.append(_quoted(option))
     return in_grammar
 
 
-def keys_and_values(options: list[str]) -> JsonDict:
-    """Return the options' values by key, as Hydra's grammar reads them.
-
-    An option that deletes a key has the key "~".
-
-    Raises:
-        UserError: Hydra cannot read an option.
-    """
+def parse_options(options: Iterable[str]) -> list[Override]:
+    """Parse options by Hydra's grammar. Raises UserError: Hydra cannot read one."""
     try:
-        parsed = OverridesParser.create().parse_overrides(read_options(options))
+        return OverridesParser.create().parse_overrides(read_options(options))
     except HydraException as error:
         raise UserError(explain(error)) from None
+
+
+def typed_values(options: list[str]) -> JsonDict:
+    """Return the options' values by key; numbers as they were typed.
+
+    An option that deletes a key has the key "~".
+    """
     values = {}
-    for option in parsed:
+    for option in parse_options(options):
         key = "~" if option.is_delete() else option.key_or_group
         values[key] = option.value()
-    return values
+    return values | number_words(options)
+
+
+def number_words(options: Iterable[str]) -> dict[str, str]:
+    """Return by key what was typed where Hydra reads a number, true or false: 007, 1e3."""
+    return {
+        option.key_or_group: str(option.input_line).partition("=")[2]
+        for option in parse_options(options)
+        if isinstance(option.value(), int | float)
+    }
+
+
+def with_typed_texts(
+    config: JsonDict, options: Iterable[str], settings_class: Callable[[], type[Settings]]
+) -> JsonDict:
+    """Return the configuration with what was typed for texts and paths that look like numbers.
+
+    The class of the settings says which they are. It is imported where there is a number.
+    """
+    for key, word in number_words(options).items():
+        keys = key.split(".")
+        types = _types_at(settings_class(), keys)
+        if types & {str, Path} and not types & {int, float, bool}:
+            config = _with_value(config, keys, word)
+    return config
+
+
+def _types_at(cls: type[Settings], keys: list[str]) -> set[Any]:
+    """Return the types that a key of a class, or of its sections, may have."""
+    types: set[Any] = {cls}
+    for key in keys:
+        sections = [kind for kind in types if isinstance(kind, type) and issubclass(kind, Settings)]
+        fields = [section.model_fields.get(key) for section in sections]
+        types = set().union(*(_types_in(field.annotation) for field in fields if field))
+    return types
+
+
+def _types_in(annotation: Any) -> set[Any]:
+    """Return the types of which a union, a list or an annotated type is made."""
+    inner = get_args(annotation)
+    return set().union(*map(_types_in, inner)) if inner else {annotation}
+
+
+def _with_value(tree: JsonDict, keys: list[str], value: Any) -> JsonDict:
+    first, *rest = keys
+    return tree | {first: _with_value(tree[first], rest, value) if rest else value}
 
 
 def _bare_keys(option: str) -> str:
@@ -147,4 +197,4 @@ def _quoted(option: str) -> str:
     has_structure = re.match("['\"[{(]", value)
     if not equals or not is_key or has_structure:
         return option  # Hydra says what is wrong
-    return f"{key}={in_hydras_grammar(value)}"
+    return f"{key}={quote_text(value)}"

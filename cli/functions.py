@@ -4,10 +4,10 @@ from collections.abc import Collection, Sequence
 from pkgutil import resolve_name
 from typing import Any
 
+from cli.compose import quote_texts, with_typed_texts
 from cli.help import decode_explained
 from cli.mistakes import check_form
 from cli.stored_settings import compose_command
-from cli.texts import texts_in, with_texts, without_texts
 from common.command_line import in_hydras_grammar
 from common.settings import JsonDict, flat
 
@@ -30,11 +30,9 @@ def configure(
     Raises:
         UserError: an option is wrong.
     """
-    values = flat(keywords)
-    texts: JsonDict = texts_in(options, text_keys)
-    texts |= {key: values[key] for key in text_keys if key in values}
-    given = [f"{key}={in_hydras_grammar(value)}" for key, value in values.items()]
-    words = without_texts([*options, *given], texts)
+    words = quote_texts(options, text_keys)
+    words += [f"{key}={in_hydras_grammar(value)}" for key, value in flat(keywords).items()]
     check_form(words, config_name)
     config = compose_command(config_name, words)
-    return decode_explained(resolve_name(settings), with_texts(config, texts), config_name)
+    config = with_typed_texts(config, words, lambda: resolve_name(settings))
+    return decode_explained(resolve_name(settings), config, config_name)

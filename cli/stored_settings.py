@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from cli.compose import compose, keys_and_values, value_at
+from cli.compose import compose, typed_values, value_at
 from common.config_files import group_values, groups_of
 from common.files import read_json
 from common.settings import JsonDict, UserError, section
@@ -16,22 +16,13 @@ _OF_ONE_COMMAND = {"resume", "stop_at"}
 
 
 def compose_command(
-    config_name: str, options: list[str], config_dir: str | None = None, complete: bool = True
-) -> JsonDict:
-    """Compose a command's configuration: see `compose`, and for train and plan `compose_run`."""
-    if config_name in ("train", "plan"):
-        return compose_run(config_name, options, config_dir, complete)
-    return compose(config_name, options, config_dir, complete)
-
-
-def compose_run(
     config_name: str,
     options: list[str],
     config_dir: str | None = None,
     complete: bool = True,
     job: str = "",
 ) -> JsonDict:
-    """Compose train.yaml or plan.yaml with what is stored and these options.
+    """Compose a command's configuration from these options; for train and plan, see below.
 
     The settings of the run in run_dir are used, unless the options give an experiment, which is
     complete, or delete a key (~KEY).
@@ -43,7 +34,9 @@ def compose_run(
     Raises:
         UserError: an option is wrong, or there is no run to continue.
     """
-    typed = keys_and_values(options)
+    if config_name not in ("train", "plan"):
+        return compose(config_name, options, config_dir, complete)
+    typed = typed_values(options)
     stored = {} if job else _run_to_continue(typed, complete)
     config = _composed(config_name, options, config_dir, complete, stored)
     # A run that exists keeps its vocabulary, even if its other settings are composed anew.
@@ -92,7 +85,7 @@ def _composed(
 
     Of the stored settings, Hydra gets only names of files in configs/. All other values are data.
     """
-    typed = keys_and_values(options).keys()
+    typed = typed_values(options).keys()
     # A stored dataset_dir is merged in below, so it need not be among the options.
     chosen = ["dataset_dir=null"] if "dataset_dir" in stored else []
     for group, names in groups_of("train").items():

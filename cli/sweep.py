@@ -8,11 +8,9 @@ file. So a file controls neither what Hydra calls nor what it writes.
 import itertools
 import math
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
-from functools import partial
 from pathlib import Path
 
 import hydra
@@ -20,26 +18,24 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import common.console
-from cli.compose import compose, read_options
+from cli.compose import parse_options
 from cli.mistakes import explain
-from cli.stored_settings import compose_run
 from cli.workers import among_others, let_workers_save, visible_gpus
 from common.console import print_error, say, warn
 from common.files import name_of, refuse_foreign
 from common.settings import JsonDict, UserError, line_for
 
-Command = Callable[..., float | None]
+Work = Callable[..., float | None]
 """What a command does with a configuration; training returns the lowest validation loss. With
 only_check=True, it only raises the UserErrors that can be known before."""
 
-Configuration = Callable[[Sequence[str]], JsonDict]
+ConfigOfJob = Callable[[Sequence[str]], JsonDict]
 """Returns the configuration of a job, given the options that vary."""
 
 _ERROR = "error.txt"
@@ -51,9 +47,12 @@ class AlreadyReportedError(Exception):
 
 
 def run_sweep(
-    config_name: str, options: list[str], config_dir: str | None, run: Command, debug: bool
+    config_name: str, options: list[str], composed: Callable[..., JsonDict], work: Work, debug: bool
 ) -> Path:
     """Run a command once for every combination of values that Hydra's sweeper asks for.
+
+    Args:
+        composed: composes a configuration from options, for a job by its name.
 
     Returns:
         The folder of the runs.
@@ -62,10 +61,10 @@ def run_sweep(
         UserError: an option is wrong, or jobs have failed.
     """
     try:
-        fixed, choices, swept, for_hydra = _by_kind(options)
+        fixed, choices, swept, for_hydra = _sort_options(options)
+        # The folder, by the configuration of the first job.
         first_job = [*fixed, *(values[0] for values in choices)]
-        composed = compose(config_name, first_job, config_dir, complete=False)
-        folder = Path(composed.get("run_dir", f"multirun/{config_name}") or "")
+        folder = Path(composed(first_job, complete=False).get("run_dir", f"multirun/{config_name}"))
         if folder == Path():
             raise UserError(
                 "run_dir is empty, or this folder: give one for the sweep, such as "
@@ -73,27 +72,31 @@ def run_sweep(
             )
         chosen = _settings_of_hydra(config_name, str(folder), list(swept), for_hydra).hydra
         sweeper = chosen.runtime.choices["hydra/sweeper"]
-        configuration = partial(_configuration, config_name, fixed, config_dir)
+
+        def config_of(varied: Sequence[str]) -> JsonDict:
+            named = sorted(option for option in varied if not option.startswith("run_dir="))
+            return composed([*fixed, *varied], job=name_of(named))
+
+        # Mistakes in any job are said before the first one runs.
         jobs = [*(itertools.product(*choices) if sweeper == "basic" else _each_once(choices))]
-        _check_jobs(run, configuration, jobs)
+        _check_jobs(work, config_of, jobs)
         if not swept and not for_hydra:
             say("-m with one value for every key runs one job: write seed=1,2 for several")
         refuse_foreign(b"hydra:", folder / "multirun.yaml")
         refuse_foreign(b"name: optuna", folder / "optimization_results.yaml")
-        # Hydra then raises what it would print over many lines.
+        for old in folder.glob(f"*=*/{_ERROR}"):
+            old.unlink()
+        # Hydra reads the command line again. It then raises what it would print over many lines.
         os.environ["HYDRA_FULL_ERROR"] = "1"
         for_plugins = _settings_of_plugins(chosen, bool(swept))
         sys.argv[1:] = ["-m", *swept.values(), *for_hydra, *for_plugins]
-        for old in folder.glob(f"*=*/{_ERROR}"):
-            old.unlink()
-        n_jobs = chosen.sweeper.get("n_trials", len(jobs))
-        job = _job(run, configuration, debug, n_jobs)
+        job = _job(work, config_of, debug, chosen.sweeper.get("n_trials", len(jobs)))
         hydra.main(version_base="1.3", config_path=None, config_name="sweep")(job)()
         if sweeper == "optuna":
             _check_search(folder)
         return folder
     except (AlreadyReportedError, BrokenExecutor) as error:
-        why = f"see above{_failed(folder)}"
+        why = f"see above{_failed_jobs(folder)}"
         if isinstance(error, BrokenExecutor):
             why = "a worker was killed: no memory?"
         remedy = "Fix the cause and run the same command again: finished jobs are skipped"
@@ -102,28 +105,29 @@ def run_sweep(
         raise UserError(explain(error, config_name)) from error
 
 
-def _check_jobs(run: Command, configuration: Configuration, jobs: Iterable[Sequence[str]]) -> None:
+def _check_jobs(work: Work, config_of: ConfigOfJob, jobs: Iterable[Sequence[str]]) -> None:
     """Raise the UserError of the first job with a mistake that can be known before it runs."""
     for varied in jobs:
         try:
-            run(configuration(varied), only_check=True)
+            work(config_of(varied), only_check=True)
         except UserError as error:
             name = f"job {' '.join(varied)}: " if varied else ""
             raise UserError(f"{name}{error}; no job was started") from None
 
 
-def _job(run: Command, configuration: Configuration, debug: bool, n_jobs: int) -> Command:
+def _job(work: Work, config_of: ConfigOfJob, debug: bool, n_jobs: int) -> Work:
     """Return the function that Hydra calls for each job. Launchers pickle it."""
     results: dict[str, float | None] = {}
 
     def job(_: DictConfig) -> float | None:
-        varied = " ".join(HydraConfig.get().overrides.task)
+        varied = HydraConfig.get().overrides.task
+        key = " ".join(varied)
         title = f"--- job {HydraConfig.get().job.num + 1} of {n_jobs}"
-        if varied in results:  # a search may choose the same values again
-            say(f"{title}: the earlier result of {varied}")
+        if key in results:  # a search may choose the same values again
+            say(f"{title}: the earlier result of {key}")
         else:
-            results[varied] = _run_job(run, configuration, debug, title)
-        return results[varied]
+            results[key] = _run_job(work, config_of(varied), debug, title)
+        return results[key]
 
     return job
 
@@ -136,17 +140,19 @@ def _check_search(folder: Path) -> None:
             "every run of the search failed (see above): change what it varies, or what all runs "
             "share"
         )
-    failed = _failed(folder)
+    failed = _failed_jobs(folder)
     if failed:
         warn(f"some runs failed and count as the worst{failed}")
 
 
-def _failed(folder: Path) -> str:
+def _failed_jobs(folder: Path) -> str:
     names = sorted(path.parent.name for path in folder.glob(f"*=*/{_ERROR}"))
     return f": {', '.join(names)}" if names else ""
 
 
-def _by_kind(options: list[str]) -> tuple[list[str], list[list[str]], dict[str, str], list[str]]:
+def _sort_options(
+    options: list[str],
+) -> tuple[list[str], list[list[str]], dict[str, str], list[str]]:
     """Sort the options of a sweep.
 
     Returns:
@@ -159,8 +165,7 @@ def _by_kind(options: list[str]) -> tuple[list[str], list[list[str]], dict[str, 
     choices: list[list[str]] = []
     swept: dict[str, str] = {}
     for_hydra: list[str] = []
-    parsed = OverridesParser.create().parse_overrides(read_options(options))
-    last_of_key = {option.get_key_element(): option for option in parsed}
+    last_of_key = {option.get_key_element(): option for option in parse_options(options)}
     for key, option in last_of_key.items():
         word = str(option.input_line)
         if option.is_hydra_override():
@@ -169,10 +174,8 @@ def _by_kind(options: list[str]) -> tuple[list[str], list[list[str]], dict[str, 
             swept[key] = word
             if option.is_discrete_sweep():
                 choices.append(_choices_of(key, option))
-        elif "=" in word:
-            fixed.append(f"{key}={option.get_value_element_as_str()}")
         else:
-            fixed.append(key)
+            fixed.append(word)
     return fixed, choices, swept, for_hydra
 
 
@@ -186,30 +189,17 @@ def _choices_of(key: str, option: Override) -> list[str]:
     return choices
 
 
-def _configuration(
-    config_name: str, fixed: list[str], config_dir: str | None, varied: Sequence[str]
-) -> JsonDict:
-    """Compose the configuration of a job. A training job has a folder named by what varies."""
-    options = [*fixed, *varied]
-    if config_name == "train":
-        named = sorted(option for option in varied if not option.startswith("run_dir="))
-        return compose_run(config_name, options, config_dir, job=name_of(named))
-    return compose(config_name, options, config_dir)
-
-
-def _run_job(run: Command, configuration: Configuration, debug: bool, title: str) -> float | None:
+def _run_job(work: Work, config: JsonDict, debug: bool, title: str) -> float | None:
     """Run one job of a sweep. One that fails in a search is a result, too: the worst value."""
     by_hydra = HydraConfig.get()
-    run_dir = None
     searches = by_hydra.runtime.choices["hydra/sweeper"] == "optuna"
+    run_dir = Path(config["run_dir"]) if "run_dir" in config else None
     try:
-        config = configuration(by_hydra.overrides.task)
         with among_others(by_hydra.runtime.choices["hydra/launcher"]):
-            if "run_dir" in config:
-                run_dir = Path(config["run_dir"])
+            if run_dir:
                 common.console.has_shown_header = by_hydra.job.num > 0
                 say(f"{title}: {run_dir}")
-            best = run(config)
+            best = work(config)
             if run_dir:  # another sweep may have found this job running, and noted its refusal
                 (run_dir / _ERROR).unlink(missing_ok=True)
     except Exception as error:
@@ -267,38 +257,18 @@ def _settings_of_plugins(chosen: DictConfig, has_values: bool) -> list[str]:
         has_values: whether there is something to try.
 
     Raises:
-        UserError: a launcher or a sweeper cannot work with these options.
+        UserError: there is nothing to search.
     """
     launcher = chosen.runtime.choices["hydra/launcher"]
     sweeper = chosen.runtime.choices["hydra/sweeper"]
     more = []
     if launcher == "joblib":
-        if chosen.launcher.n_jobs == 0:
-            raise UserError(
-                "hydra.launcher.n_jobs=0 starts no worker: use 1 or more, or -1 for one per GPU or "
-                "CPU"
-            )
         let_workers_save()
         if chosen.launcher.n_jobs == -1 and visible_gpus():
             more.append(f"hydra.launcher.n_jobs={len(visible_gpus())}")
-    if launcher == "submitit_slurm" and shutil.which("srun") is None:
-        raise UserError(
-            "hydra/launcher=submitit_slurm needs srun: start the sweep on a machine with SLURM's "
-            "commands"
-        )
     if sweeper == "optuna":
         from optuna import logging as optuna_logging
 
-        for key in ("n_trials", "n_jobs"):
-            if chosen.sweeper[key] < 1:
-                raise UserError(
-                    f"hydra.sweeper.{key}={chosen.sweeper[key]} is too few: use 1 or more"
-                )
-        if chosen.sweeper.storage is not None:
-            raise UserError(
-                "hydra.sweeper.storage is not needed: a restarted sweep finds its jobs by their "
-                "folders"
-            )
         if not has_values:
             raise UserError(
                 "hydra/sweeper=optuna has nothing to search: give a range or choices, such as "

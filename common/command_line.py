@@ -70,8 +70,14 @@ def in_hydras_grammar(value: Any) -> str:
     is_word = re.fullmatch(r"[\w./-]*[a-z_/]{2}[\w./-]*|[a-zA-Z][\w./-]*", value, re.ASCII)
     if is_word and value.lower() not in _NO_TEXTS:
         return value
+    # OmegaConf would resolve ${}. It reads \${ as ${, and two backslashes before that as one.
+    return quote_text(re.sub(r"(\\*)\$\{", r"\1\1\\${", value))
+
+
+def quote_text(text: str) -> str:
+    """Return a text in quotes, as Hydra's grammar reads it. ${} is still a reference."""
     # Backslashes before a quote, or at the end, would escape that.
-    return '"' + re.sub(r'(\\+)(?="|$)', r"\1\1", value).replace('"', r"\"") + '"'
+    return '"' + re.sub(r'(\\+)(?="|\Z)', r"\1\1", text).replace('"', r"\"") + '"'
 
 
 def changes_of(changed: dict[str, tuple[Any, Any]], before: str) -> list[str]:

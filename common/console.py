@@ -5,7 +5,6 @@ import errno
 import functools
 import io
 import os
-import select
 import signal
 import sys
 import time
@@ -44,11 +43,7 @@ class _Output(io.FileIO):
 
     def write(self, data: Any) -> int:
         try:
-            written = super().write(data)
-            while written is None:  # a pipe or a terminal that does not block
-                select.select([], [self], [])
-                written = super().write(data)
-            return written
+            return super().write(data)
         except OSError as error:
             if self._lossy:
                 return len(data)
@@ -66,25 +61,17 @@ def guard_output(lossy: bool) -> None:
     what cannot be written. Standard output does, too, if it is `lossy`. Otherwise the process ends:
     quietly with SIGPIPE's status for a pipe, as Unix tools do, and else with an error line.
     """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            # The next file that is opened would get this number, and with it what is printed.
-            os.open(os.devnull, os.O_RDWR)
-    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 (until the end)
-    if sys.stdout is sys.__stdout__:  # or another program's, such as a test's
-        sys.stdout = _guarded(1, sys.stdout, lossy)
-    if sys.stderr is sys.__stderr__:
-        sys.stderr = _guarded(2, sys.stderr, lossy=True)
+    if sys.stdout and sys.stdout is sys.__stdout__:  # or another program's, such as a test's
+        sys.stdout = _guard_stream(sys.stdout, lossy)
+    if sys.stderr and sys.stderr is sys.__stderr__:
+        sys.stderr = _guard_stream(sys.stderr, lossy=True)
 
 
-def _guarded(number: int, stream: TextIO | None, lossy: bool) -> TextIO:
-    """Return a stream that writes to file `number`, in the encoding of the present one."""
-    buffer = io.BufferedWriter(_Output(number, lossy))
-    encoding = None if stream is None else stream.encoding
-    in_lines = stream is None or bool(stream.line_buffering)
-    return io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=in_lines)
+def _guard_stream(stream: TextIO, lossy: bool) -> TextIO:
+    """Return a stream that writes to the same file, in the same encoding."""
+    buffer = io.BufferedWriter(_Output(stream.fileno(), lossy))
+    in_lines = bool(stream.line_buffering)
+    return io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=in_lines)
 
 
 def say(message: str) -> None:

@@ -5,7 +5,6 @@ accepted.
 """
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import io
@@ -35,24 +34,8 @@ def open_file(path: Path) -> io.BufferedReader:
         UserError: it is not a regular file. Its folders may be reached by links.
         OSError: it is missing or cannot be opened.
     """
-    # Without O_NONBLOCK, a pipe without a writer would block forever.
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
-    try:
-        handle = os.open(path, flags)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
-            raise _not_regular(path) from None
-        raise
-    except ValueError:  # it contains a zero byte
-        raise UserError(f"{str(path)!r} is not a valid path") from None
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise _not_regular(path)
-    return os.fdopen(handle, "rb")
-
-
-def _not_regular(path: Path) -> UserError:
-    return UserError(f"{path} is a link, a folder, a pipe or a device: put a regular file there")
+    file_size(path)  # refuses what is no regular file, before it can block
+    return open(path, "rb")
 
 
 def file_size(path: Path) -> int | None:
@@ -63,10 +46,12 @@ def file_size(path: Path) -> int | None:
     """
     try:
         status = path.lstat()
-    except (OSError, ValueError):  # a zero byte in the path
+    except OSError:
         return None
+    except ValueError:  # it contains a zero byte
+        raise UserError(f"{str(path)!r} is not a valid path") from None
     if not stat.S_ISREG(status.st_mode):
-        raise _not_regular(path)
+        raise UserError(f"{path} is a link, a folder, a pipe or a device: put a regular file there")
     return status.st_size
 
 

@@ -24,6 +24,9 @@ JsonDict = dict[str, Any]
 """A JSON object, or a composed configuration."""
 
 
+_LONGEST_MESSAGE = 1200
+
+
 class UserError(ValueError):
     """A mistake that the user can fix.
 
@@ -31,7 +34,10 @@ class UserError(ValueError):
     """
 
     def __init__(self, message: object) -> None:
-        super().__init__(_shortened(printable(str(message))))
+        text = printable(str(message))
+        half = _LONGEST_MESSAGE // 2
+        is_long = len(text) > _LONGEST_MESSAGE
+        super().__init__(f"{text[:half]} ... {text[-half:]}" if is_long else text)
 
 
 def line_for(error: BaseException) -> str | None:
@@ -40,8 +46,6 @@ def line_for(error: BaseException) -> str | None:
         return f"{error.filename}: {error.strerror}"
     if out_of_memory(error):
         return "out of memory: use smaller batches, shorter texts or a smaller model"
-    if str(error).startswith("Symlink loop"):  # from Path.resolve, before Python 3.13
-        return f"{error}: these links lead to no file or folder"
     if "no kernel image is available" in str(error):
         return (
             "this torch has no kernels for this GPU: scripts/doctor.py says what to install; or "
@@ -50,16 +54,6 @@ def line_for(error: BaseException) -> str | None:
     if isinstance(error, UserError | OSError):
         return " ".join(str(error).split())
     return None
-
-
-_LONGEST_MESSAGE = 1200
-
-
-def _shortened(text: str) -> str:
-    if len(text) <= _LONGEST_MESSAGE:
-        return text
-    half = _LONGEST_MESSAGE // 2
-    return f"{text[:half]} ... {text[-half:]}"
 
 
 def printable(text: str, whitespace: str = "") -> str:
