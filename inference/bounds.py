@@ -33,7 +33,15 @@ def find_shares_beyond_bounds(
     n_elements = Counter[str]()
 
     def count(attention: LogSpaceAttention, qkv: nn.Module, inputs: object, output: Tensor) -> None:
-        for name, is_beyond in _find_beyond(attention, output).items():
+        features = output.to(accumulation_dtype(output))
+        q, k, v, *_ = attention.project(features)  # log-space attention is never rotated
+        beyond = {
+            "q": q - q.amax(-1, keepdim=True) < QUERY[0],
+            "k": (k.clamp(*KEY) != k) & (k > -torch.inf),  # keys of -inf are masks
+        }
+        if attention.form.log:
+            beyond["log_v"] = v.clamp(*VALUE) != v
+        for name, is_beyond in beyond.items():
             n_beyond[name] += int(is_beyond.sum())
             n_elements[name] += is_beyond.numel()
 
@@ -43,16 +51,3 @@ def find_shares_beyond_bounds(
                 hooks.enter_context(module.qkv.register_forward_hook(partial(count, module)))
         gpt.features(token_ids)
     return {name: n_beyond[name] / n for name, n in n_elements.items()} or None
-
-
-def _find_beyond(attention: LogSpaceAttention, features: Tensor) -> dict[str, Tensor]:
-    """Say which elements of q, k and log_v are beyond the bounds. Keys of -inf are masks."""
-    features = features.to(accumulation_dtype(features))
-    q, k, v, *_ = attention.project(features)  # log-space attention is never rotated
-    beyond = {
-        "q": q - q.amax(-1, keepdim=True) < QUERY[0],
-        "k": (k.clamp(*KEY) != k) & (k > -torch.inf),
-    }
-    if attention.form.log:
-        beyond["log_v"] = v.clamp(*VALUE) != v
-    return beyond

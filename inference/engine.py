@@ -73,17 +73,6 @@ def _failing(generations: Sequence[Generation]) -> Iterator[None]:
             generation.fail(error)
 
 
-def _is_kept(n_read: int, n: int, chunk: int) -> bool:
-    """Return whether the cache keeps the state after n_read of a prompt's n tokens.
-
-    It keeps states 0, 1, 2, 4, 8, ... chunks before the last whole chunk. A prompt that differs
-    only in its last m tokens then rereads at most about 2 m tokens.
-    """
-    n_left = n // chunk - n_read // chunk
-    is_power_of_two = n_left & (n_left - 1) == 0  # or 0
-    return n_read % chunk == 0 and is_power_of_two
-
-
 class PromptCache:
     """Maps the tokens of texts to the states after them. Drops the least recently used first."""
 
@@ -235,8 +224,11 @@ class Engine:
                 chunk = torch.tensor([ids[generation.n_read : generation.n_read + size]])
                 prefix, logits = read_tokens(self.gpt, chunk, self.n_vocab, generation.prefix)
                 generation.accept_prompt(prefix, logits[0])
+                # Keep the states 0, 1, 2, 4, 8, ... chunks before the last whole chunk. A prompt
+                # that differs only in its last m tokens then rereads at most about 2 m tokens.
                 n_read = generation.n_read
-                if _is_kept(n_read, len(ids), size):
+                n_left = len(ids) // size - n_read // size
+                if n_read % size == 0 and n_left & (n_left - 1) == 0:
                     self.cache.add(ids[:n_read], prefix)
                 if self.interleave and n_read < len(ids):
                     self._reading.append(generation)  # its next chunk has to wait for its turn

@@ -79,6 +79,7 @@ def draw_evaluation(result: JsonDict, trained_on: int) -> bytes:
     axes = figure.add_subplot()
     title = f"{result['run']} {result['checkpoint']} on {result['dataset_dir']} ({result['split']})"
     figure.suptitle(f"{_loss(result)}: {title}")
+    # A line for windows, and one for each length of context: the loss at each position.
     lines = {f"windows of {result['seq_len']:,} tokens": result["by_position"]}
     for row in result["contexts"]:
         lines[f"contexts of {row['context']:,} tokens"] = row["by_position"]
@@ -87,6 +88,7 @@ def draw_evaluation(result: JsonDict, trained_on: int) -> bytes:
         rows = [row for row in bins if row["loss"] is not None and row["stop"] > first]
         middles = [(row["start"] + row["stop"] + 1) / 2 for row in rows]
         axes.plot(middles, [row["loss"] for row in rows], marker="o", markersize=3, label=label)
+    # The mean over each context, at its length.
     means = [row for row in result["contexts"] if row["loss"] is not None]
     if means:
         contexts = [row["context"] for row in means]

@@ -104,6 +104,7 @@ def run_evaluation(config: EvaluateConfig) -> JsonDict:
     stream = evaluation.windows.stream
     if stream.dataset_dir == checkpoint.state.dataset_dir:
         config = config.model_copy(update={"dataset_dir": None})
+    # Processes must agree on what they share: settings, weights and text.
     with join_world(evaluation.loaded.compute.device) as world:
         settings = config.model_dump(mode="json", exclude={"checkpoint", "dataset_dir", "runtime"})
         data = {
@@ -111,6 +112,7 @@ def run_evaluation(config: EvaluateConfig) -> JsonDict:
             "dataset_fingerprint": stream.manifest.fingerprint,
         }
         world.check_equal(settings | data)
+        # All of them evaluate; the main one writes.
         result = evaluate(evaluation, world)
         show_evaluation(result, str(checkpoint.path))
         if world.is_main:
@@ -131,6 +133,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
         UserError: checkpoint and dataset do not match, or a length is longer than text or model
             allow.
     """
+    # The model, and the dataset it can read.
     loaded = load(config)
     state = loaded.checkpoint.state
     dataset_dir = config.dataset_dir or state.own_dataset()
@@ -143,6 +146,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
             f"{made_with.n_vocab}), the model with {tokenizer.name} (n_vocab {tokenizer.n_vocab}): "
             "prepare the dataset with the model's tokenizer"
         )
+    # The split, and which of its tokens count: as in training, if it has conversations.
     loss = state.data.loss if made_with.markers else "all"
     stream = TokenStream(dataset_dir, manifest, config.split, loss)
     if stream.n_tokens < 2:
@@ -150,6 +154,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
             f"dataset_dir={dataset_dir} has no text in its split {config.split}: "
             "choose another split"
         )
+    # The lengths that the text, the model and each other allow.
     seq_len = config.seq_len or state.seq_len
     if config.stride is not None and config.stride > seq_len:
         raise UserError(
@@ -161,6 +166,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
             "leave them out, or give dataset_dir= of a text"
         )
     contexts = _choose_contexts(config, loaded, stream, seq_len)
+    # As many windows as those batches have in training; None: all.
     n_batches = None
     n_windows = None
     if config.batches != "all":
@@ -200,6 +206,7 @@ def evaluate(evaluation: Evaluation, world: World) -> JsonDict:
     config = evaluation.config
     windows = evaluation.windows
     set_names = windows.stream.manifest.set_names
+    # One pass over this process's windows. A model whose state has one size reads them in chunks.
     gpt = evaluation.loaded.place(world.device, autocast=True)
     byte_lengths = torch.from_numpy(evaluation.loaded.tokenizer.byte_lengths).to(world.device)
     by_set = LossSums(len(set_names), byte_lengths)
@@ -210,6 +217,7 @@ def evaluate(evaluation: Evaluation, world: World) -> JsonDict:
     ):
         by_set.add(_find_sets(windows, first, len(targets)), targets, losses)
         by_position.add(by_position.bins, targets, losses)
+    # Sums of all processes; the last is that of everything.
     *losses_of_sets, loss = by_set.losses(world)
     losses_by_set = zip(set_names, losses_of_sets, strict=True)
     largest_first = sorted(losses_by_set, key=lambda item: -item[1].tokens)

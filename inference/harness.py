@@ -63,12 +63,14 @@ def run_harness(config: HarnessConfig) -> None:
     from inference.harness_model import HarnessModel
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it announces each of its retries
+    # Check all settings before tasks are downloaded.
     loaded = load(config)
     max_length = _choose_max_length(config, loaded)
     say("reading the names of the harness's tasks ...")
     task_folder = None if config.include_path is None else str(config.include_path)
     manager = TaskManager(include_path=task_folder)
     tasks = find_tasks(config.tasks, manager)
+    # Run the tasks. The harness's errors name what it was doing.
     gpt = loaded.place(loaded.compute.device, autocast=True)
     model = HarnessModel(gpt, loaded.tokenizer, max_length, config.micro_batch, loaded.compute)
     try:
@@ -91,6 +93,7 @@ def run_harness(config: HarnessConfig) -> None:
             f"tasks={config.tasks} need data that cannot be fetched ({error}): check the network, "
             "or bring the folder HF_HOME of a machine that has run it"
         ) from error
+    # Show the metrics, and store them with the settings that they depend on.
     show_table(_tabulate(results))
     settings = {"tasks", "num_fewshot", "limit", "max_length", "apply_chat_template"}
     result = {

@@ -112,21 +112,18 @@ def run_sampling(config: SampleConfig) -> list[str]:
         prompts = read_prompts(config)
         loaded = load(config)
         loaded.place(loaded.compute.device, autocast=False)
-        if config.interactive:
-            return _converse(loaded, prompts[0], config)
-        return _continue(loaded, prompts, config)
+        if not config.interactive:
+            return _continue(loaded, prompts, config)
+        tokenizer = _require_chat(loaded, "interactive=true")
+        conversation = Conversation(loaded.gpt, tokenizer, config)
+        try:
+            take_turns(conversation, prompts[0])
+        finally:
+            loaded.checkpoint.write_result("sample.txt", conversation.text + "\n")
+        return [text for role, text in conversation.messages if role == "assistant"]
     finally:
         console.stderr = False
         torch.set_num_threads(n_threads)  # a notebook may train next
-
-
-def _converse(loaded: Loaded, message: str, config: SampleConfig) -> list[str]:
-    conversation = Conversation(loaded.gpt, _require_chat(loaded, "interactive=true"), config)
-    try:
-        take_turns(conversation, message)
-    finally:
-        loaded.checkpoint.write_result("sample.txt", conversation.text + "\n")
-    return [text for role, text in conversation.messages if role == "assistant"]
 
 
 def _require_chat(loaded: Loaded, option: str) -> ChatTokenizer:
@@ -146,6 +143,7 @@ def _continue(loaded: Loaded, prompts: list[str], config: SampleConfig) -> list[
         say("this chat model continues prompt as a text: to ask it a question, give message")
     # With the cache, the samples of a prompt read its whole chunks once.
     engine = _build_engine(loaded.gpt, loaded.tokenizer, config.micro_batch)
+    # All texts wait in order; the engine writes micro_batch of them at once.
     samples = _list_samples(loaded, prompts, config, engine)
     engine.submit(sample for _, sample in samples)
     started = time.perf_counter()

@@ -64,6 +64,7 @@ def examine(training: bool) -> None:
             problems.append(f"{name} fails ({type(error).__name__}): {reason}")
             return {}
 
+    # Each part may fail, and the others go on.
     rows = attempt("versions", find_versions)
     if device == "cuda":
         for name, outcome in attempt("gradients", prove_models).items():
@@ -72,6 +73,7 @@ def examine(training: bool) -> None:
                 problems.append(f"{name}: {outcome}")
     if training:
         rows |= attempt("a training step", lambda: time_training(config, compute))
+    # What was found, and what to do about it.
     lines = [*find_faults(), *problems]
     print_table("this machine", [{"what": name, "found": value} for name, value in rows.items()])
     for line in lines or ["nothing is wrong"]:

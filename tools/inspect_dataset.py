@@ -39,18 +39,27 @@ def inspect(
         UserError: there is no such dataset, run or token, or the run was trained on another
             dataset.
     """
+    # A run names its dataset.
     if run_dir is not None:
         state = open_checkpoint(run_dir, files=["state.json"]).state
         dataset_dir = dataset_dir or state.own_dataset()
     if dataset_dir is None:
         raise UserError("nothing to inspect: give dataset_dir, or run_dir and step")
     manifest = read_manifest(dataset_dir)
+    # What a step of training read.
     if step is not None:
         if run_dir is None:
             raise UserError("step needs a run: give run_dir")
-        batches = _batches(run_dir, dataset_dir, manifest, state)
-        _show_step(step, batches, state.step, tokens)
+        if step > state.step:
+            say(
+                f"the run's last checkpoint is of step {state.step}: this is what step {step} "
+                "would read"
+            )
+        batches = _open_batches(run_dir, dataset_dir, manifest, state)
+        rows = [batches.rows.ranges(row) for row in batches.numbers(step - 1).tolist()]
+        _show(batches.rows.stream, rows, tokens)
         return
+    # Windows at given places and at random ones, or else the sets.
     stream = TokenStream(dataset_dir, manifest, split)
     if stream.has_markers:
         stream.loss = "answers"
@@ -66,17 +75,7 @@ def inspect(
         show_table(sets_table(manifest))
 
 
-def _show_step(step: int, batches: TrainBatches, last_step: int, n_tokens: int) -> None:
-    """Show the rows of a step of training, which may be after the last one."""
-    if step > last_step:
-        say(
-            f"the run's last checkpoint is of step {last_step}: this is what step {step} would read"
-        )
-    rows = [batches.rows.ranges(row) for row in batches.numbers(step - 1).tolist()]
-    _show(batches.rows.stream, rows, n_tokens)
-
-
-def _batches(
+def _open_batches(
     run_dir: Path, dataset_dir: Path, manifest: Manifest, state: TrainState
 ) -> TrainBatches:
     if state.dataset_fingerprint != manifest.fingerprint:

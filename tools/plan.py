@@ -81,6 +81,7 @@ def plan(config: PlanConfig) -> JsonDict:
     """
     target = find_target(config)
     share = config.share_of(config.n_device)
+    # The largest micro-batch that fits, and the one that the run will have.
     with torch.device("meta"):
         gpt = GPT(config.model)
     most = None  # unknown; 0: not even one sequence fits
@@ -211,6 +212,7 @@ def run_plan(config: PlanConfig) -> None:
     """Print the plan as a table, and what to change."""
     figures = plan(config)
     target = find_target(config)
+    # The figures, a section of rows after the other.
     dtype = str(target.compute.dtype).removeprefix("torch.")
     title = f"{config.n_device} x {target.name} in {dtype}"
     table = Table(title=title, title_justify="left", show_header=False)
@@ -223,6 +225,7 @@ def run_plan(config: PlanConfig) -> None:
             table.add_row("" if number else section, name, as_text(key, value))
         table.add_section()
     console.print(table)
+    # What to change: too many epochs, too little memory, shares that differ, an unknown time.
     if config.data.mixture is None:
         warn_of_epochs(figures["disk"].get("dataset_epochs", 0))
     most = figures["memory"]["largest_micro_batch"]

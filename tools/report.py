@@ -113,6 +113,7 @@ def write_report(folders: Items[Path], out: Path | None) -> Path:
     folder = folders[0] if len(folders) == 1 else _common_folder(folders)
     page = make_directory(out or folder, "out") / "report.html"
     refuse_foreign(_GENERATOR.encode(), page)
+    # A line on the best.
     rows = rows_of(runs)
     best = rows[0]
     lowest = ""
@@ -122,6 +123,7 @@ def write_report(folders: Items[Path], out: Path | None) -> Path:
         loss = f"{best.loss:.4f}{plus_minus(best.stderr)} {best.unit}"
         lowest = f"; lowest validation loss {loss}: {name}{mean}"
     say(f"{count(len(runs), 'run')}{lowest}")
+    # Warnings: what cannot be compared, and who failed.
     varying = varying_settings(runs)
     texts = [key for key in ("dataset_dir", "data.loss", "eval.batches") if key in varying]
     if best.unit == "bits per byte":
@@ -208,6 +210,7 @@ def _failure(folder: Path) -> str:
 
 
 def _read_run(folder: Path, name: str) -> ReportedRun:
+    # metrics.jsonl, which a job that failed early lacks.
     stored: Any = {}
     curves = RunCurves()
     step = 0
@@ -228,6 +231,7 @@ def _read_run(folder: Path, name: str) -> ReportedRun:
                     stderr = _numbers(line.get(f"{key}_stderr"))
                     groups = _numbers(line.get(f"{key}_groups"))
                     evaluations[unit].append(Evaluation(loss, line["tokens"], stderr, groups))
+    # config.json: settings, and what the run knew of its model.
     config = section(stored, "config")
     settings = {key: value for key, value in flat(config).items() if value is not None}
     environment = section(stored, "environment")

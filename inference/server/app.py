@@ -40,9 +40,11 @@ def create_app(served: Served) -> FastAPI:
             names = " or ".join(sorted(served.hosts))
             raise ApiError(403, f"Host {host!r} is not this server's name: use {names}")
 
+    # Every route checks the host; the page answers HEAD too, as monitors ask.
     app = FastAPI(openapi_url=None, dependencies=[Depends(check_host)])
     get = partial(app.api_route, methods=["GET", "HEAD"])
 
+    # Errors, from what a client did wrong to what the server did.
     @app.exception_handler(ApiError)
     @app.exception_handler(UserError)
     async def _refused(_: Request, error: Exception) -> Response:
@@ -61,6 +63,7 @@ def create_app(served: Served) -> FastAPI:
     async def _gone(_: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)  # nobody reads it
 
+    # The page, and what describes the server.
     @get("/")
     @get("/page.js")
     @get("/page.css")
@@ -81,6 +84,7 @@ def create_app(served: Served) -> FastAPI:
         check_model(name, served)
         return _describe_model(served)
 
+    # Texts.
     @app.post("/v1/completions")
     async def completions(http: Request) -> Response:
         return await complete(http, served, CompletionRequest)

@@ -150,11 +150,13 @@ async def listen_to(generations: Sequence[Generation], served: Served, http: Req
         leave()
         arrived.put_nowait((0, ClientDisconnect()))
 
+    # Updates come from the engine's thread, and the end of the connection from the client.
     for index, generation in enumerate(generations):
         generation.tell = partial(tell, index)
     watching = asyncio.create_task(watch())
     try:
         served.worker.submit(generations)
+        # Pass updates on until every text has ended.
         unfinished = len(generations)
         while unfinished:
             index, update = await arrived.get()
@@ -165,7 +167,7 @@ async def listen_to(generations: Sequence[Generation], served: Served, http: Req
             yield index, update
     except (ApiError, ClientDisconnect):
         raise
-    except Exception as error:
+    except Exception as error:  # of the model: the log has the reason
         print_error(f"{type(error).__name__}: {error}")
         message = f"the model failed: {type(error).__name__}"
         if isinstance(error, UserError):

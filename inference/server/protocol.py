@@ -197,6 +197,7 @@ def list_requests(
         )
     requests = []
     for prompt in request.prompt:
+        # A prompt is a text or ids, which come from anyone.
         ids = tuple(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         for token_id in ids:
             if not 0 <= token_id < tokenizer.n_vocab:
@@ -208,10 +209,12 @@ def list_requests(
             raise UserError(
                 f"{key} has {len(ids)} tokens: this server takes at most {limits.max_prompt_tokens}"
             )
+        # In training, every text follows the end of another.
         prompt_start = 0
-        if ids[:1] != (tokenizer.eot_id,):  # in training, every text follows the end of another
+        if ids[:1] != (tokenizer.eot_id,):
             ids = (tokenizer.eot_id, *ids)
             prompt_start = 1
+        # Continuation i of every prompt has seed + i.
         seed = secrets.randbelow(2**53) if request.seed is None else request.seed
         for i in range(request.n):
             text = Request(

@@ -27,6 +27,7 @@ def serve(config: ServeConfig) -> None:
     Raises:
         UserError: there is no such checkpoint, or the address is not available.
     """
+    # The model, and the thread that writes texts.
     loaded = load(config)
     gpt = loaded.place(loaded.compute.device, autocast=False)
     tokenizer = loaded.tokenizer
@@ -38,10 +39,12 @@ def serve(config: ServeConfig) -> None:
         cache=PromptCache(config.cache_states, config.cache_bytes),
     )
     worker = Worker(engine, config.max_queue)
+    # A line for each request.
     access_log = logging.getLogger("uvicorn.access")
     access_log.setLevel(logging.INFO)
     access_log.addHandler(_Lines())
     name = loaded.checkpoint.run_dir.resolve().name
+    # Listen before the model's first turn, so that an address in use is told at once.
     with listen(config.host, config.port) as listener:
         served = Served(name, worker, tokenizer, config, _names(config.host))
         app = create_app(served)

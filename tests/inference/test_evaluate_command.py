@@ -22,7 +22,6 @@ from runtime.distributed import World
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
 SEQ_LEN = 16
-RUNTIME = {"device": "cpu", "dtype": "float64"}
 
 
 @pytest.fixture(scope="session")
@@ -44,9 +43,14 @@ def trained(run_of, sets_dir):
     return lambda changes=None: run_of(settings | (changes or {}))
 
 
+def configured(run_dir, **settings):
+    float64 = {"device": "cpu", "dtype": "float64"}
+    return decode(EvaluateConfig, {"checkpoint": run_dir, "runtime": float64} | settings)
+
+
 def evaluated(run_dir, **settings):
     """What eval.json holds afterwards."""
-    run_evaluation(decode(EvaluateConfig, {"checkpoint": str(run_dir), "runtime": RUNTIME} | settings))
+    run_evaluation(configured(run_dir, **settings))
     return json.loads((run_dir / "eval.json").read_text())
 
 
@@ -160,8 +164,7 @@ def test_long_contexts_are_those_of_one_call(trained, sets_dir, monkeypatch, att
 @pytest.mark.parametrize("size", [2, 50])
 @pytest.mark.slow
 def test_any_number_of_processes_covers_everything_once(trained, size):
-    raw = {"checkpoint": str(trained()), "runtime": RUNTIME, "contexts": [20, 300], "micro_batch": 3}
-    plan = open_evaluation(decode(EvaluateConfig, raw))
+    evaluation = open_evaluation(configured(trained(), contexts=[20, 300], micro_batch=3))
     alone = []
     shares = []
 
@@ -173,10 +176,10 @@ def test_any_number_of_processes_covers_everything_once(trained, size):
             sums.append(value)
             return alone[len(sums) - 1]
 
-    evaluate(plan, Recorded(torch.device("cpu")))
+    evaluate(evaluation, Recorded(torch.device("cpu")))
     for rank in range(size):
         shares.append([])
-        evaluate(plan, Recorded(torch.device("cpu"), rank, size))
+        evaluate(evaluation, Recorded(torch.device("cpu"), rank, size))
     for whole, *parts in zip(alone, *shares, strict=True):
         torch.testing.assert_close(torch.stack(parts).sum(0), whole, rtol=1e-12, atol=0)
 
@@ -237,7 +240,7 @@ def test_the_picture_shows_losses_and_plain_numbers(trained, monkeypatch):
         assert lines[f"contexts of {row['context']:,} tokens"] == losses
     assert lines["mean over a context"] == [row["loss"] for row in result["contexts"]]
     assert drawn[1].get_suptitle().startswith("loss on answers ")
-    assert "mean over a context" not in {line.get_label() for line in without.lines}
+    assert "mean over a context" not in [line.get_label() for line in without.lines]
 
 
 def test_losses_that_are_not_finite_are_null_and_drawn_as_nothing(trained):
@@ -265,8 +268,7 @@ def test_shares_beyond_bounds_are_those_of_all_log_space_layers(trained, attenti
     pattern = [attention | sizes, attention | sizes, {"name": "softmax"}]
     run_dir = trained({"model.n_layer": 3, "model.attention_pattern": pattern})
     assert evaluated(run_dir, contexts=[])["beyond_bounds"] == dict.fromkeys(expected, 0)
-    raw = {"checkpoint": str(run_dir), "runtime": RUNTIME, "contexts": []}
-    evaluation = open_evaluation(decode(EvaluateConfig, raw))
+    evaluation = open_evaluation(configured(run_dir, contexts=[]))
     qkv = evaluation.loaded.gpt.blocks[1].attention.qkv
     with torch.no_grad():
         qkv.weight.zero_()

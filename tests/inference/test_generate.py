@@ -37,35 +37,25 @@ def probabilities_of(logits, sampling):
 
 
 # Of float32 the numbers that arithmetic goes wrong with: zeros, the least, the largest, and values that are met twice.
-LOGITS = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e38, 3.4e38, -3.4e38]) | st.floats(
+ODD = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e38, 3.4e38, -3.4e38]) | st.floats(
     width=32, allow_nan=False, allow_infinity=False
 )
-ORDINARY = st.floats(-30, 30, width=32)
-
-
-def extremes(low, high, *, usual):
-    return st.sampled_from([low, high]) | st.floats(low, high) | st.floats(*usual)
-
-
-@st.composite
-def rows_to_sample(draw_from):
-    """Logits of a row, and any settings that are accepted."""
-    logits = draw_from(st.lists(draw_from(st.sampled_from([LOGITS, ORDINARY])), min_size=1, max_size=8))
-    least, largest = 5e-324, 1.7976931348623157e308  # of Python's numbers
-    raw = {
-        "temperature": draw_from(extremes(0.0, largest, usual=(0.1, 3)) | extremes(least, 1e-30, usual=(least, 1e-40))),
-        "top_k": draw_from(st.none() | st.integers(1, 9) | st.integers(1, 2**63 - 1)),
-        "top_p": draw_from(st.none() | extremes(least, 1.0, usual=(0.1, 1))),
-        "min_p": draw_from(st.none() | extremes(0.0, 1.0, usual=(0.001, 0.5))),
+LOGITS = st.lists(ODD, min_size=1, max_size=8) | st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=8)
+LEAST = 5e-324  # of Python's numbers
+SETTINGS = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, LEAST, 1e-40, 1e-30, 1.7976931348623157e308]) | st.floats(0.1, 3),
+        "top_k": st.none() | st.integers(1, 9) | st.just(2**63 - 1),
+        "top_p": st.none() | st.sampled_from([LEAST, 1.0]) | st.floats(0.1, 1),
+        "min_p": st.none() | st.sampled_from([0.0, 1.0]) | st.floats(0.001, 0.5),
     }
-    return logits, raw
+)
 
 
 @settings(max_examples=200, deadline=None)
-@given(rows_to_sample())
+@given(LOGITS, SETTINGS)
 @pytest.mark.slow
-def test_no_setting_that_is_accepted_gives_anything_but_its_definition(row):
-    logits, raw = row
+def test_no_setting_that_is_accepted_gives_anything_but_its_definition(logits, raw):
     sampling = decode(SamplingConfig, raw)
     probabilities = probabilities_of(torch.tensor(logits), sampling).tolist()
     exactly = [*map(Decimal, torch.tensor(logits).tolist())]
@@ -87,13 +77,11 @@ def test_no_setting_that_is_accepted_gives_anything_but_its_definition(row):
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan, 1e39])
-@given(rows_to_sample())
+@given(LOGITS, SETTINGS)
 @settings(max_examples=20, deadline=None)
-def test_no_setting_hides_that_the_logits_are_not_finite(bad, row):
-    logits, raw = row
+def test_no_setting_hides_that_the_logits_are_not_finite(bad, logits, raw):
     rows = torch.tensor([[*logits, 0.0], [*logits, bad]], dtype=torch.float64)
-    settings = [decode(SamplingConfig, raw)] * 2
-    good, refused = sample_next_tokens(rows, settings, [None, None])
+    good, refused = sample_next_tokens(rows, [decode(SamplingConfig, raw)] * 2, [None, None])
     assert 0 <= good < len(rows[0])
     assert refused == -1
 

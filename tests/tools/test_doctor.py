@@ -7,11 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.settings import UserError, decode
-from runtime.device import Compute
+from common.settings import UserError
 from tools import doctor
 from tools.bench.harness import composed
-from trainer.config import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -34,9 +32,10 @@ def test_a_cpu_is_examined(small, command):
 
 
 def test_the_models_that_are_proved_use_all_operators_with_kernels():
-    models = [decode(TrainConfig, composed([*doctor.FLAGSHIP, *words])).model for words in ([], *doctor.OTHERS)]
-    assert [model.attention.name for model in models] == ["log_space", "log_space", "softmax", "sliding_window"]
-    assert [model.position.name for model in models] == ["none", "log_recurrence", "none", "learned"]
+    models = [composed([*doctor.FLAGSHIP, *words])["model"] for words in ([], *doctor.OTHERS)]
+    attention = {model["attention"]["name"] for model in models}
+    assert attention == {"log_space", "softmax", "sliding_window"}
+    assert "log_recurrence" in {model["position"]["name"] for model in models}
 
 
 def test_a_small_model_is_proved(small):
@@ -56,34 +55,20 @@ def crash(words):
     os._exit(11)
 
 
-def test_what_breaks_or_fails_its_check_is_a_finding_and_the_rest_goes_on(small, monkeypatch, capsys):
-    def broken():
+def test_what_breaks_is_a_finding_and_the_rest_goes_on(small, monkeypatch, capsys):
+    def breaks():
         raise RuntimeError("CUDA error: an illegal memory access\nmore")
 
-    monkeypatch.setattr(doctor, "find_versions", broken)
-    outcomes = {"flagship_125m": "are right only without torch.compile", "softmax_125m": doctor.AGREES}
-    monkeypatch.setattr(doctor, "choose_compute", lambda config: Compute(torch.device("cpu"), torch.float32))
-    monkeypatch.setattr(doctor, "prove_models", lambda: outcomes)
-    monkeypatch.setattr(doctor, "_find_gpu_faults", list)
-    monkeypatch.setattr(doctor, "time_training", lambda config, compute: {"tokens per second": 2.0})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    def lacks_memory(*_):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2096640 bytes.")
+
+    monkeypatch.setattr(doctor, "find_versions", breaks)
+    monkeypatch.setattr(doctor, "measure_rate", lacks_memory)
     with pytest.raises(UserError, match="2 parts of this did not work"):
         doctor.examine(training=True)
     out = capsys.readouterr().out
-    assert "- flagship_125m: are right only without torch.compile" in out
-    assert "- softmax_125m" not in out
     assert "- versions fails (RuntimeError): CUDA error: an illegal memory access" in out
-    assert "tokens per second" in out
-
-
-def test_a_lack_of_memory_is_no_bug(small, monkeypatch, capsys):
-    def fails(*_):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2096640 bytes.")
-
-    monkeypatch.setattr(doctor, "measure_rate", fails)
-    with pytest.raises(UserError, match="1 part of this did not work"):
-        doctor.examine(training=True)
-    assert "- a training step fails (RuntimeError): out of memory, use a machine with more" in capsys.readouterr().out
+    assert "- a training step fails (RuntimeError): out of memory, use a machine with more" in out
 
 
 @pytest.fixture

@@ -125,10 +125,9 @@ def test_a_difference_is_judged_by_its_own_standard_error(tmp_path):
 
 
 def test_seeds_add_what_they_differ_by(tmp_path):
-    for lr, losses in ((1, (2.0, 2.2)), (2, (2.3, 2.7))):
-        for seed, loss in enumerate(losses):
-            config = {"seed": seed, "optim": {"max_lr": lr}}
-            make_run(tmp_path / f"{lr} {seed}", [val(1, loss) | {"val_loss_groups": [loss] * 16}], config)
+    for lr, seed, loss in ((1, 0, 2.0), (1, 1, 2.2), (2, 0, 2.3), (2, 1, 2.7)):
+        line = val(1, loss) | {"val_loss_groups": [loss] * 16}
+        make_run(tmp_path / f"{lr} {seed}", [line], {"seed": seed, "optim": {"max_lr": lr}})
     _, second = Page(write_report([tmp_path], None)).table
     assert second["above the best"] == f"0.4000 ± {math.hypot(0.1, 0.2):.4f} (equal)"
 
@@ -145,17 +144,16 @@ def test_the_curves_are_those_of_the_lines(sweep, monkeypatch):
 
 
 def test_models_that_differ_in_the_last_of_many_layers_are_not_seeds_of_one(tmp_path):
-    for seed, last in ((1, "softmax"), (2, "sliding_window")):
-        pattern = [{"name": "log_space", "decay": "head", "product": True, "d_key": 16, "gate": "silu"}] * 4
-        config = {"seed": seed, "model": {"attention_pattern": [*pattern, {"name": last}]}}
+    layers = [{"name": "log_space", "decay": "head", "product": True, "d_key": 16, "gate": "silu"}] * 4
+    for last in ("softmax", "sliding_window"):
+        config = {"seed": last, "model": {"attention_pattern": [*layers, {"name": last}]}}
         make_run(tmp_path / last, [val(1, 2.0)], config)
     assert len(rows_of(read_runs([tmp_path]))) == 2
 
 
 def test_runs_that_are_validated_on_other_tokens_cause_a_warning(tmp_path, capsys):
-    for n, loss in ((3, "all"), (7, "answers")):
-        config = {"dataset_dir": f"datasets/{loss}", "data": {"loss": loss}, "eval": {"every": n}}
-        make_run(tmp_path / loss, [val(1, n)], config | {"seed": 1})
+    for loss in ("all", "answers"):
+        make_run(tmp_path / loss, [val(1, 3.0)], {"dataset_dir": loss, "data": {"loss": loss}, "seed": 1})
     write_report([tmp_path], None)
     assert "runs differ in dataset_dir and data.loss: losses of other validation tokens" in capsys.readouterr().err
 
@@ -226,12 +224,16 @@ def test_links_lead_nowhere(sweep, tmp_path):
 @pytest.mark.parametrize("given", ["empty", "missing", "file", "[]"])
 def test_without_a_run_there_is_one_line(command, tmp_path, monkeypatch, given):
     (tmp_path / "empty").mkdir()
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
     assert_one_line(command("scripts/report", f"folders={given}"), given)
-    if given == "empty":
-        run = make_run(tmp_path / "run", [val(1, 3.0)])
-        assert command("scripts/report", f"folders={run},empty").err.startswith("warning: no run in empty: a run has")
+
+
+def test_a_folder_without_a_run_beside_others_is_a_warning(tmp_path, capsys):
+    run = make_run(tmp_path / "run", [val(1, 3.0)])
+    (tmp_path / "empty").mkdir()
+    read_runs([run, tmp_path / "empty"])
+    assert capsys.readouterr().err.startswith(f"warning: no run in {tmp_path / 'empty'}: a run has")
 
 
 def test_torch_is_not_imported(run_process):

@@ -63,19 +63,12 @@ def seconds_of(run: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def cpu_name() -> str:
-    """Return the CPU's name."""
-    info = Path("/proc/cpuinfo")
-    name = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
-    if name is not None:
-        return name[1]
-    return platform.processor() or platform.machine()
-
-
 def machine() -> JsonDict:
     """Return the machine and the versions that figures depend on."""
+    info = Path("/proc/cpuinfo")
+    cpu = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
     return {
-        "cpu": cpu_name(),
+        "cpu": cpu[1] if cpu else platform.processor() or platform.machine(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0],

@@ -34,7 +34,11 @@ def measure(options: Any) -> list[JsonDict]:
     rows = []
     for T in options.lengths:
         shape = (options.batch, options.heads, T, options.head_dim)
-        leaves, weights = random_inputs(shape, options.device)
+        dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+        generator = torch.Generator(options.device).manual_seed(0)
+        like = {"device": options.device, "dtype": dtype}
+        *leaves, weights = torch.randn(4, *shape, generator=generator, **like)
+        leaves = [leaf.requires_grad_() for leaf in leaves]
         operators = attention()
         free = torch.cuda.mem_get_info()[0] if options.device == "cuda" else free_memory()
         for name in list(operators):
@@ -53,9 +57,7 @@ def attention() -> dict[str, Operator]:
         "SDPA": partial(scaled_dot_product_attention, is_causal=True),
         "published": published,
         "log attention": log_attention,
-        "log attention, gates": lambda q, k, log_v: log_attention(
-            q, k, log_v, logsigmoid(k[..., :1] + 4)
-        ),
+        "log attention, gates": lambda q, k, v: log_attention(q, k, v, logsigmoid(k[..., :1] + 4)),
         "linear attention": partial(log_attention, form=LINEAR),
     }
     for name, pattern in PATTERNS.items():
@@ -78,14 +80,6 @@ def bytes_of(operator: str, shape: Sequence[int], device: str) -> float:
     if operator in PATTERNS and device == "cpu":
         return 4 * 4 * B * H * T * T  # and masks keep 4 times the scores
     return 0
-
-
-def random_inputs(shape: Sequence[int], device: str) -> tuple[list[Tensor], Tensor]:
-    """Return three leaves, such as q, k and v, and the gradient of the result."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    generator = torch.Generator(device).manual_seed(0)
-    *leaves, weights = torch.randn(4, *shape, generator=generator, device=device, dtype=dtype)
-    return [leaf.requires_grad_() for leaf in leaves], weights
 
 
 def times_of(
@@ -111,6 +105,7 @@ def times_of(
         for key, work in works.items():
             timer = Timer("run()", globals={"run": work}, num_threads=torch.get_num_threads())
             turns[name, key] = partial(timer.blocked_autorange, min_run_time=options.seconds)
+    # Medians, and how they compare with the first operator.
     rows: dict[str, JsonDict] = {}
     for (name, key), measurements in in_turn(turns, options.rounds).items():
         median = statistics.median(measurement.median for measurement in measurements)

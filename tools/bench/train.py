@@ -45,6 +45,7 @@ def measure(options: Any) -> list[JsonDict]:
     folder = options.nanogpt
     if folder is not None and not (folder / "model.py").is_file():
         raise UserError(f"nanogpt={folder} has no model.py: name the folder of a clone of nanoGPT")
+    # What to train, by name: nanoGPT first.
     choices = {} if folder is None else {"nanoGPT": "model=gpt2_124m"}
     for name in options.models:
         is_experiment = (CONFIGS / "experiment" / f"{name}.yaml").is_file()
@@ -58,6 +59,7 @@ def measure(options: Any) -> list[JsonDict]:
         say(f"{name}: {statistics.median(result.seconds):.4g} s a step")
         return result
 
+    # All models take turns; the median of all their steps counts.
     turns = in_turn({name: partial(measure_model, name) for name in choices}, options.rounds)
     rows: list[JsonDict] = []
     for name, results in turns.items():

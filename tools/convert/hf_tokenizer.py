@@ -33,6 +33,7 @@ def tokenizer_files(tokenizer: Tokenizer, max_len: int | None) -> JsonDict:
     inner = tokenizer.inner if isinstance(tokenizer, ChatTokenizer) else tokenizer
     if isinstance(inner, IdTokenizer):
         return {}
+    # Templates of both files, filled in for our vocabularies; one that came as a file stays.
     vocabulary = json.loads((_HERE / _VOCABULARY).read_text(encoding="utf-8"))
     settings = json.loads((_HERE / _SETTINGS).read_text(encoding="utf-8"))
     (special,) = vocabulary["added_tokens"]
@@ -46,6 +47,7 @@ def tokenizer_files(tokenizer: Tokenizer, max_len: int | None) -> JsonDict:
         vocabulary = inner.saved
         end_of_text = inner.tokens[inner.eot_id].decode()
         settings |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), end_of_text)
+    # Markers follow the vocabulary, and the template writes them.
     if isinstance(tokenizer, ChatTokenizer):
         added = list(vocabulary["added_tokens"])
         for i, marker in enumerate(MARKERS):

@@ -77,6 +77,7 @@ def read_gpt2(folder: Path) -> tuple[GPT, Tokenizer]:
                 "save_pretrained(FOLDER) both, with max_shard_size='100GB' if the model is in "
                 "several files"
             )
+    # Its architecture must be GPT-2's, and its tokenizer one of ours.
     try:
         config = read_gpt2_config(read_json(paths["config.json"], limit=2**20))
     except UserError as error:

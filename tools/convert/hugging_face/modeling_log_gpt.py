@@ -181,10 +181,12 @@ class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
             logits_to_keep: return logits of this many last tokens only, or of these positions; 0:
                 of all.
         """
+        # Options that are not given come from the config.
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         for key in ("output_hidden_states", "output_attentions"):
             options.setdefault(key, getattr(self.config, key, False))
+        # Logits are computed only where they are asked for.
         output = self.gpt(input_ids, attention_mask, past_key_values, use_cache, **options)
         places: Any = logits_to_keep
         if isinstance(places, int):
