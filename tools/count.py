@@ -43,7 +43,7 @@ def _lines_of(first: int, last: int | None) -> set[int]:
     return set(range(first, (last or first) + 1))
 
 
-def counted() -> dict[str, Counter[str]]:
+def count_packages() -> dict[str, Counter[str]]:
     """Return what each package has, and "code", "tests" and "pages"."""
     counts = {name: Counter[str]() for name in (*PACKAGES, "code", "tests", "pages")}
     command = ["git", "ls-files", "-co", "--exclude-standard"]
@@ -63,12 +63,12 @@ def counted() -> dict[str, Counter[str]]:
     return counts
 
 
-def excesses() -> list[str]:
+def find_excesses() -> list[str]:
     """Return a line for each number that is above the budget."""
     budget = yaml.safe_load(BUDGET.read_text(encoding="utf-8"))
     limits = dict.fromkeys(PACKAGES, budget.pop("package")) | budget
     lines = []
-    for name, counts in counted().items():
+    for name, counts in count_packages().items():
         for unit, limit in limits[name].items():
             number = density(counts) if unit == "tokens_per_line" else counts[unit]
             if number > limit:
@@ -84,8 +84,8 @@ def density(counts: Counter[str]) -> float:
 def report() -> None:
     """Print the counts of each package, and what is above the budget."""
     print(f"{'':10}{'files':>7}{'lines':>9}{'tokens':>9}{'a line':>8}")
-    for name, counts in counted().items():
+    for name, counts in count_packages().items():
         tokens = f"{counts['tokens']:9,}{density(counts):8.2f}" if counts["tokens"] else ""
         print(f"{name:10}{counts['files']:7,}{counts['lines']:9,}{tokens}")
-    for line in excesses():
+    for line in find_excesses():
         print(line)

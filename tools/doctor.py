@@ -23,9 +23,9 @@ from runtime.device import (
     why_gpu_is_unseen,
 )
 from runtime.distributed import World
-from tools.bench.harness import composed, in_own_process, machine, print_table
-from tools.bench.train import measure_rate
-from tools.plan import duration, gigabytes, largest_micro_batch
+from tools.bench.measuring import call_in_process, compose_run, describe_machine, print_table
+from tools.bench.training import measure_rate
+from tools.plan import format_bytes, format_duration, largest_micro_batch
 from trainer.config import TrainConfig
 from trainer.start import prove_micro_batch
 
@@ -48,7 +48,7 @@ def examine(training: bool) -> None:
         UserError: something does not work.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = decode(TrainConfig, composed([*FLAGSHIP, f"runtime.device={device}"]))
+    config = decode(TrainConfig, compose_run([*FLAGSHIP, f"runtime.device={device}"]))
     compute = choose_compute(config.runtime)
     problems: list[str] = []
 
@@ -93,7 +93,7 @@ def prove_models() -> JsonDict:
 
     def prove_alone(words: list[str]) -> str:
         try:
-            return in_own_process(prove_model, words)
+            return call_in_process(prove_model, words)
         except (UserError, RuntimeError) as error:
             return f"{error}: train with runtime.kernels=false"
 
@@ -103,7 +103,7 @@ def prove_models() -> JsonDict:
 
 def prove_model(words: list[str]) -> str:
     """Prove the gradient of a model of two blocks on random tokens, and return the outcome."""
-    config = decode(TrainConfig, composed([*FLAGSHIP, *words]))
+    config = decode(TrainConfig, compose_run([*FLAGSHIP, *words]))
     compute = choose_compute(config.runtime)
     n_vocab = config.model.n_vocab
     model = config.model.model_copy(update={"n_layer": 2})
@@ -131,13 +131,13 @@ def time_training(config: TrainConfig, compute: Compute) -> JsonDict:
     return {
         "training": f"flagship_125m in {dtype}, {config.seq_len:,} tokens in a sequence",
         "tokens per second": rate,
-        "a whole run": f"{duration(tokens / (rate * n_device))} for {tokens:,} tokens",
+        "a whole run": f"{format_duration(tokens / (rate * n_device))} for {tokens:,} tokens",
     }
 
 
 def find_versions() -> JsonDict:
     """Return system, processor, versions and GPUs; nothing names the host or its user."""
-    about = machine()
+    about = describe_machine()
     rows: JsonDict = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": f"{about['cpu']}, {about['cores']} cores, load {about['load']:.1f}",
@@ -147,8 +147,8 @@ def find_versions() -> JsonDict:
         "triton": triton_version(),
         "driver": driver_version(),
         "commit": about["git_commit"],
-        "memory": gigabytes(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
-        "free disk": gigabytes(shutil.disk_usage(".").free),
+        "memory": format_bytes(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
+        "free disk": format_bytes(shutil.disk_usage(".").free),
     }
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)

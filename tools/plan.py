@@ -108,8 +108,8 @@ def plan(config: PlanConfig) -> JsonDict:
             "micro_batches": ceil_div(share, micro_batch),
         },
         "memory": memory._asdict() | {"peak": memory.peak, "largest_micro_batch": most},
-        "time": time_of(config, target, flops_per_token),
-        "disk": disk_of(config, round(n_stored * target.compute.param_dtype.itemsize)),
+        "time": plan_time(config, target, flops_per_token),
+        "disk": plan_disk(config, round(n_stored * target.compute.param_dtype.itemsize)),
     }
 
 
@@ -156,7 +156,7 @@ def find_target(config: PlanConfig) -> Target:
     return Target(device, compute, None, math.nan)
 
 
-def time_of(config: PlanConfig, target: Target, flops: int) -> JsonDict:
+def plan_time(config: PlanConfig, target: Target, flops: int) -> JsonDict:
     """Steps and tokens, and their duration at the given rate. `flops`: of a token."""
     tokens = config.tokens(config.last_step)
     rate = config.tokens_per_second or (config.mfu or math.nan) * target.peak / flops
@@ -174,7 +174,7 @@ def time_of(config: PlanConfig, target: Target, flops: int) -> JsonDict:
     }
 
 
-def disk_of(config: PlanConfig, checkpoint: int) -> JsonDict:
+def plan_disk(config: PlanConfig, checkpoint: int) -> JsonDict:
     """Bytes of a checkpoint, of all kept checkpoints, and of the dataset."""
     settings = config.checkpoint
     n_kept = settings.keep_last + 1  # 1: best
@@ -222,7 +222,7 @@ def run_plan(config: PlanConfig) -> None:
     for section, values in figures.items():
         for number, (key, value) in enumerate(values.items()):
             name = key.replace("_", " ").replace("seconds", "time")
-            table.add_row("" if number else section, name, as_text(key, value))
+            table.add_row("" if number else section, name, format_figure(key, value))
         table.add_section()
     console.print(table)
     # What to change: too many epochs, too little memory, shares that differ, an unknown time.
@@ -253,14 +253,14 @@ def run_plan(config: PlanConfig) -> None:
         )
 
 
-def as_text(key: str, value: float | None) -> str:
+def format_figure(key: str, value: float | None) -> str:
     """Return a figure as people read it, by its name."""
     if value is None or math.isnan(value):
         return "unknown"
     if key in _BYTES:
-        return gigabytes(value)
+        return format_bytes(value)
     if key.startswith("seconds"):
-        return duration(value)
+        return format_duration(value)
     if key == "mfu":
         return f"{100 * value:.3g} %"
     if isinstance(value, float):
@@ -271,12 +271,12 @@ def as_text(key: str, value: float | None) -> str:
     return f"{value:,}" if value < 1e9 else f"{value:.2e}"
 
 
-def gigabytes(n_bytes: float) -> str:
+def format_bytes(n_bytes: float) -> str:
     """In GB (1e9 bytes), or in MB if below 0.1 GB."""
     return f"{n_bytes / 1e9:,.2f} GB" if n_bytes >= 1e8 else f"{n_bytes / 1e6:,.2f} MB"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """In seconds, minutes, hours or days."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:

@@ -110,11 +110,11 @@ def write_report(folders: Items[Path], out: Path | None) -> Path:
         UserError: there is no run, or `out` cannot be written to or holds another report.html.
     """
     runs = read_runs(folders)
-    folder = folders[0] if len(folders) == 1 else _common_folder(folders)
+    folder = folders[0] if len(folders) == 1 else _find_common_folder(folders)
     page = make_directory(out or folder, "out") / "report.html"
     refuse_foreign(_GENERATOR.encode(), page)
     # A line on the best.
-    rows = rows_of(runs)
+    rows = group_seeds(runs)
     best = rows[0]
     lowest = ""
     if best.losses:
@@ -124,7 +124,7 @@ def write_report(folders: Items[Path], out: Path | None) -> Path:
         lowest = f"; lowest validation loss {loss}: {name}{mean}"
     say(f"{count(len(runs), 'run')}{lowest}")
     # Warnings: what cannot be compared, and who failed.
-    varying = varying_settings(runs)
+    varying = find_varying(runs)
     texts = [key for key in ("dataset_dir", "data.loss", "eval.batches") if key in varying]
     if best.unit == "bits per byte":
         warn("runs have different vocabularies: bits per byte of the same text can be compared")
@@ -134,8 +134,8 @@ def write_report(folders: Items[Path], out: Path | None) -> Path:
     for run in runs:
         if run.failure:
             warn(f"{run.name} failed: {run.failure}")
-    title = _brief(", ".join(map(str, folders)))
-    write_atomic(page, page_of(rows, varying, title).encode())
+    title = _shorten(", ".join(map(str, folders)))
+    write_atomic(page, format_page(rows, varying, title).encode())
     say(f"written: {page}")
     return page
 
@@ -143,7 +143,7 @@ def write_report(folders: Items[Path], out: Path | None) -> Path:
 def show_runs(folder: Path) -> None:
     """Print a table of the runs in a folder, best first, and the command of their report."""
     runs = read_runs([folder])
-    lines, columns = _lines(rows_of(runs), varying_settings(runs))
+    lines, columns = _tabulate(group_seeds(runs), find_varying(runs))
     columns = [name for name in columns if name not in _LEFT_OUT]
     table = table_of(columns)
     for line in lines:
@@ -167,16 +167,16 @@ def read_runs(paths: Sequence[Path]) -> list[ReportedRun]:
             raise UserError(
                 f"{path} is not a folder: give the folder of a run, of a sweep, or of many runs"
             )
-        run_folders = list(_runs_in(path))
+        run_folders = list(_find_runs(path))
         if not run_folders and len(paths) > 1:
             warn(f"no run in {path}: a run has a metrics.jsonl")
         folders |= dict.fromkeys(run_folders)
     runs = []
     for folder in folders:
         path = folder.absolute()
-        top = _common_folder(paths) if len(folders) > 1 else path.parent
+        top = _find_common_folder(paths) if len(folders) > 1 else path.parent
         try:
-            runs.append(_read_run(folder, _brief(os.path.relpath(path, top))))
+            runs.append(_read_run(folder, _shorten(os.path.relpath(path, top))))
         except (UserError, OSError) as error:
             warn(f"skipping {folder}: {error}")
     if not runs:
@@ -185,28 +185,28 @@ def read_runs(paths: Sequence[Path]) -> list[ReportedRun]:
     return runs
 
 
-def _common_folder(paths: Iterable[Path]) -> Path:
+def _find_common_folder(paths: Iterable[Path]) -> Path:
     """Return the deepest folder that contains all of them, or is one of them."""
     return Path(os.path.commonpath([path.absolute() for path in paths]))
 
 
-def _runs_in(path: Path) -> Iterator[Path]:
+def _find_runs(path: Path) -> Iterator[Path]:
     """Yield the run at this path, or those below it. Links to folders are not followed."""
     for folder, subfolders, files in os.walk(path):
         subfolders.sort()
-        if "metrics.jsonl" in [*files, *subfolders] or _failure(Path(folder)):
+        if "metrics.jsonl" in [*files, *subfolders] or _read_failure(Path(folder)):
             subfolders.clear()
             yield Path(folder)
 
 
-def _failure(folder: Path) -> str:
+def _read_failure(folder: Path) -> str:
     """Return the last line of error.txt, which a failed job of a sweep has; "" if there is none."""
     try:
         with open_file(folder / "error.txt") as file:
             text = file.read(2**16).decode(errors="replace")
     except (UserError, OSError):
         return ""
-    return _brief(text.strip().rpartition("\n")[2])
+    return _shorten(text.strip().rpartition("\n")[2])
 
 
 def _read_run(folder: Path, name: str) -> ReportedRun:
@@ -225,11 +225,11 @@ def _read_run(folder: Path, name: str) -> ReportedRun:
         for line in read_metrics(log):
             curves.add(line)
             step = max(step, line["step"])
-            speeds += _numbers(line.get("tokens_per_second"))
+            speeds += _find_numbers(line.get("tokens_per_second"))
             for unit, key in _LOSS_KEYS.items():
-                for loss in _numbers(line.get(key)):
-                    stderr = _numbers(line.get(f"{key}_stderr"))
-                    groups = _numbers(line.get(f"{key}_groups"))
+                for loss in _find_numbers(line.get(key)):
+                    stderr = _find_numbers(line.get(f"{key}_stderr"))
+                    groups = _find_numbers(line.get(f"{key}_groups"))
                     evaluations[unit].append(Evaluation(loss, line["tokens"], stderr, groups))
     # config.json: settings, and what the run knew of its model.
     config = section(stored, "config")
@@ -238,17 +238,17 @@ def _read_run(folder: Path, name: str) -> ReportedRun:
     return ReportedRun(
         name,
         settings,
-        _numbers(environment.get("n_params")),
+        _find_numbers(environment.get("n_params")),
         curves,
         step,
         speeds,
         evaluations,
         environment.get("tokenizer"),
-        _failure(folder),
+        _read_failure(folder),
     )
 
 
-def _numbers(value: Any) -> list[float]:
+def _find_numbers(value: Any) -> list[float]:
     """Return what is a finite number of a value, or of a list: no text, no too large integer."""
     values = value if isinstance(value, list) else [value]
     return [float(x) for x in values if isinstance(x, int | float) and abs(x) < 1e300]
@@ -257,7 +257,7 @@ def _numbers(value: Any) -> list[float]:
 # ----- comparing runs
 
 
-def rows_of(runs: Sequence[ReportedRun]) -> list[SeedGroup]:
+def group_seeds(runs: Sequence[ReportedRun]) -> list[SeedGroup]:
     """Return the report's rows, the best first."""
     groups: dict[str, list[ReportedRun]] = {}
     for run in runs:
@@ -267,16 +267,16 @@ def rows_of(runs: Sequence[ReportedRun]) -> list[SeedGroup]:
         groups.setdefault(json.dumps(settings, sort_keys=True), []).append(run)
     tokenizers = {json.dumps(run.tokenizer) for run in runs if run.tokenizer}
     unit = "bits per byte" if len(tokenizers) > 1 else "nats per token"
-    rows = [SeedGroup(group, unit, _lowest(group, unit)) for group in groups.values()]
+    rows = [SeedGroup(group, unit, _find_lowest(group, unit)) for group in groups.values()]
     return sorted(rows, key=lambda row: (row.loss, row.runs[0].name))
 
 
-def _lowest(runs: Iterable[ReportedRun], unit: str) -> list[Evaluation]:
+def _find_lowest(runs: Iterable[ReportedRun], unit: str) -> list[Evaluation]:
     """Return the evaluation with the lowest loss of each run that has one."""
     return [min(run.evaluations[unit]) for run in runs if run.evaluations[unit]]
 
 
-def varying_settings(runs: Sequence[ReportedRun]) -> list[str]:
+def find_varying(runs: Sequence[ReportedRun]) -> list[str]:
     """Return the settings in which the runs differ."""
     known = [run.settings for run in runs if run.settings]
     values: dict[str, set[str]] = {key: set() for settings in known for key in settings}
@@ -288,11 +288,11 @@ def varying_settings(runs: Sequence[ReportedRun]) -> list[str]:
 # ----- the page
 
 
-def page_of(rows: Sequence[SeedGroup], keys: Sequence[str], title: str) -> str:
+def format_page(rows: Sequence[SeedGroup], keys: Sequence[str], title: str) -> str:
     """Return the report as one HTML file. keys: the settings that the table shows."""
-    picture = drawn("the report's picture", lambda: _draw(rows))
-    lines, columns = _lines(rows, keys)
-    head = "".join(f"<th>{html.escape(_brief(name))}</th>" for name in columns)
+    picture = drawn("the report's picture", lambda: _draw_curves(rows))
+    lines, columns = _tabulate(rows, keys)
+    head = "".join(f"<th>{html.escape(_shorten(name))}</th>" for name in columns)
     body = ""
     for line in lines:
         cells = "".join(f"<td>{html.escape(line[name])}</td>" for name in columns)
@@ -331,16 +331,16 @@ _PAGE = """<!doctype html>
 """
 
 
-def _lines(
+def _tabulate(
     rows: Sequence[SeedGroup], keys: Sequence[str]
 ) -> tuple[list[dict[str, str]], list[str]]:
     """Return the lines of the table, and the titles of columns in which something is known."""
-    lines = [_cells(row, rows[0], keys) for row in rows]
+    lines = [_format_cells(row, rows[0], keys) for row in rows]
     columns = [name for name in lines[0] if any(line[name] for line in lines)]
     return lines, columns
 
 
-def _cells(row: SeedGroup, best: SeedGroup, keys: Sequence[str]) -> dict[str, str]:
+def _format_cells(row: SeedGroup, best: SeedGroup, keys: Sequence[str]) -> dict[str, str]:
     """Return a row of the table by the titles of its columns; "" where nothing is known."""
     runs = row.runs
     losses = row.losses
@@ -348,20 +348,20 @@ def _cells(row: SeedGroup, best: SeedGroup, keys: Sequence[str]) -> dict[str, st
     speeds = [median(run.speeds) for run in runs if run.speeds]
     on_answers = " on answers" if runs[0].settings.get("data.loss") == "answers" else ""
     (other_unit,) = _LOSS_KEYS.keys() - {row.unit}
-    others = [each.loss for each in _lowest(runs, other_unit)]
+    others = [each.loss for each in _find_lowest(runs, other_unit)]
     cells = {}
     for key in keys:
-        values = dict.fromkeys(_brief(run.settings.get(key)) for run in runs)
+        values = dict.fromkeys(_shorten(run.settings.get(key)) for run in runs)
         cells[key] = ", ".join(values)
     loss = f"{row.loss:.4f}{plus_minus(row.stderr)}{on_answers}"
     return cells | {
         f"lowest validation loss ({row.unit})": loss if losses else "",
-        "above the best": _above(row, best) if losses and row is not best else "",
+        "above the best": _compare(row, best) if losses and row is not best else "",
         "range of seeds": f"{min(losses):.4f} to {max(losses):.4f}" if len(losses) > 1 else "",
         other_unit: f"{fmean(others):.4f}" if others else "",
         "training loss": f"{fmean(training):.4f}" if training else "",
         "step": f"{min(run.step for run in runs):,}",
-        "of steps": _brief(runs[0].settings.get("max_steps", "")),
+        "of steps": _shorten(runs[0].settings.get("max_steps", "")),
         "tokens per second": f"{fmean(speeds):,.0f}" if speeds else "",
         "parameters": ", ".join(f"{number:,.0f}" for number in runs[0].n_params),
         "failed": runs[0].failure,
@@ -369,7 +369,7 @@ def _cells(row: SeedGroup, best: SeedGroup, keys: Sequence[str]) -> dict[str, st
     }
 
 
-def _above(row: SeedGroup, best: SeedGroup) -> str:
+def _compare(row: SeedGroup, best: SeedGroup) -> str:
     """Say how much higher a row's loss is, with the standard error of the difference.
 
     Groups of windows are compared in pairs, so that what makes a window hard for both does not
@@ -388,7 +388,7 @@ def _above(row: SeedGroup, best: SeedGroup) -> str:
     return f"{difference:.4f}{plus_minus(stderr)}{equal}"
 
 
-def _draw(rows: Sequence[SeedGroup]) -> bytes:
+def _draw_curves(rows: Sequence[SeedGroup]) -> bytes:
     """Draw validation and training losses over tokens as a PNG. The best row is on top."""
     figure = Figure(figsize=(12, 5))
     left, right = figure.subplots(1, 2)
@@ -415,7 +415,7 @@ def _draw(rows: Sequence[SeedGroup]) -> bytes:
     return png(figure)
 
 
-def _brief(value: Any) -> str:
+def _shorten(value: Any) -> str:
     """Return a name or a setting as a short text of one line, whatever it contains."""
     if isinstance(value, float):
         return f"{value:g}"

@@ -38,7 +38,7 @@ WORK = {  # what a script calls once it has read its command line and everything
     "eval": "inference.evaluate.launch_evaluation",
     "sample": "inference.sample.run_sampling",
     "scripts/bench": "tools.bench.run.bench",
-    "scripts/count": "tools.count.counted",
+    "scripts/count": "tools.count.count_packages",
     "scripts/doctor": "tools.doctor.examine",
     "scripts/export_hf": "tools.convert.export_hf.export",
     "scripts/import_gpt2": "tools.convert.import_gpt2.import_gpt2",

@@ -21,7 +21,7 @@ from inference.generation import Generation, Request, TextStream
 from inference.load import load
 from inference.sample import Conversation, SampleConfig, run_sampling, take_turns
 from model.gpt import GPT
-from tools.convert.new_run import begin_with
+from tools.convert.new_run import begin_run
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -274,7 +274,7 @@ def test_what_is_interrupted_is_kept(run_dir, monkeypatch, capsys):
 
 
 def test_a_chat_model_answers_messages_and_another_says_what_it_does(command, run_dir, gpt, tmp_path, monkeypatch):
-    begin_with(gpt, CHAT, tmp_path / "chat", seq_len=16, batch_tokens=64)
+    begin_run(gpt, CHAT, tmp_path / "chat", seq_len=16, batch_tokens=64)
     monkeypatch.setattr("sys.stdin", io.StringIO("\n4+\\\n2?\n"))
     typed = [f"checkpoint={tmp_path / 'chat'}", "runtime.device=cpu"]
     draw_these(monkeypatch, [*b"5", CHAT.end_id] * 5)

@@ -26,10 +26,10 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from tools.convert.export_hf import export
 from tools.convert.hf_tokenizer import tokenizer_files
+from tools.convert.hugging_face.exported_code import collect_sources
 from tools.convert.hugging_face.gpt2 import is_gpt2
-from tools.convert.hugging_face.sources import modeling_files
 from tools.convert.import_gpt2 import read_gpt2
-from tools.convert.new_run import begin_with
+from tools.convert.new_run import begin_run
 
 needs_transformers = pytest.mark.skipif(
     find_spec("transformers") is None, reason="transformers is not installed: pip install -e '.[hf]'"
@@ -99,7 +99,7 @@ def gpt_of(name):
 
 
 def run_of(gpt, run_dir):
-    begin_with(gpt, BYTES, run_dir, seq_len=16, batch_tokens=64)
+    begin_run(gpt, BYTES, run_dir, seq_len=16, batch_tokens=64)
     return run_dir
 
 
@@ -228,7 +228,7 @@ def test_what_an_export_does_not_read_or_return_is_refused(given, message):
 
 
 def test_an_export_of_a_chat_model_says_how_it_talks(tmp_path):
-    begin_with(GPT(config_of(n_vocab=262)), CHAT, tmp_path / "run", seq_len=16, batch_tokens=64)
+    begin_run(GPT(config_of(n_vocab=262)), CHAT, tmp_path / "run", seq_len=16, batch_tokens=64)
     export(tmp_path / "run", tmp_path / "out")
     ends = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
     assert ends == [CHAT.eot_id, *range(CHAT.n_vocab - 5, CHAT.n_vocab)]
@@ -338,7 +338,7 @@ def test_a_gpt2_is_known_by_its_settings(changes, is_one):
 
 def test_an_exports_code_imports_nothing_that_is_missing_beside_transformers():
     """Files import each other, or packages that come with transformers; triton only if it is installed."""
-    files = modeling_files(ATTENTION)
+    files = collect_sources(ATTENTION)
     needed = {"torch", "transformers", "pydantic", "pydantic_core", "yaml"}  # transformers needs yaml, too
     for name, text in files.items():
         for node in ast.walk(ast.parse(text, name)):
@@ -356,7 +356,7 @@ def test_an_exports_code_imports_nothing_that_is_missing_beside_transformers():
 
 
 def test_an_export_holds_only_its_own_mechanisms():
-    files = modeling_files([LogSpaceConfig, SoftmaxConfig, SoftmaxConfig])
+    files = collect_sources([LogSpaceConfig, SoftmaxConfig, SoftmaxConfig])
     assert {name for name in files if name.startswith("model_attention_")} == {
         f"model_attention_{name}.py" for name in ("base", "cache", "log_space", "softmax")
     }

@@ -8,7 +8,7 @@ import torch
 import zstandard
 from printed import assert_one_line
 
-from tools.bench import harness, operators, train
+from tools.bench import measuring, operators, training
 
 TINY = ("lengths=64", "heads=2", "head_dim=8", "seconds=0", "rounds=1", "device=cpu")
 SMALL = ["model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.head_dim=16", "model.n_vocab=64"]
@@ -47,7 +47,7 @@ def test_what_would_not_fit_into_half_of_the_memory_is_skipped(command, tmp_path
     assert ("window 256", 512) not in rows
     assert ("published", 512) not in rows
     assert ("log attention", 512) in rows
-    assert operators.bytes_of("window 256", (1, 12, 16384, 64), "cpu") > 50e9
+    assert operators.estimate_bytes("window 256", (1, 12, 16384, 64), "cpu") > 50e9
 
 
 # ----- training
@@ -90,7 +90,7 @@ def nanogpt(tmp_path):
 @pytest.mark.slow
 def test_a_process_that_crashes_is_an_error_like_others(call, why):
     with pytest.raises(RuntimeError, match=why):
-        harness.in_own_process(*call)
+        measuring.call_in_process(*call)
 
 
 @pytest.mark.slow
@@ -106,9 +106,9 @@ def test_training_steps_are_timed_beside_nanogpt(command, restored_torch, nanogp
 
 
 def test_nanogpt_has_the_sizes_and_tokens_of_the_first_model(nanogpt, restored_torch):
-    config = train.config_of(["model=gpt2_124m", *SMALL, "runtime.device=cpu", "runtime.dtype=float32"], 8, 2)
-    theirs = train.Training(config, 2, nanogpt)
-    ours = train.Training(config, 2)
+    config = training.compose_steps(["model=gpt2_124m", *SMALL, "runtime.device=cpu", "runtime.dtype=float32"], 8, 2)
+    theirs = training.Training(config, 2, nanogpt)
+    ours = training.Training(config, 2)
     gpt = theirs.summed_loss.gpt
     sizes = {"block_size": 8, "vocab_size": 64, "n_layer": 1, "n_head": 2, "n_embd": 32}
     assert vars(gpt.config) == sizes | {"bias": False}

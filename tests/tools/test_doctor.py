@@ -9,7 +9,7 @@ import torch
 
 from common.settings import UserError
 from tools import doctor
-from tools.bench.harness import composed
+from tools.bench.measuring import compose_run
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -32,7 +32,7 @@ def test_a_cpu_is_examined(small, command):
 
 
 def test_the_models_that_are_proved_use_all_operators_with_kernels():
-    models = [composed([*doctor.FLAGSHIP, *words])["model"] for words in ([], *doctor.OTHERS)]
+    models = [compose_run([*doctor.FLAGSHIP, *words])["model"] for words in ([], *doctor.OTHERS)]
     attention = {model["attention"]["name"] for model in models}
     assert attention == {"log_space", "softmax", "sliding_window"}
     assert "log_recurrence" in {model["position"]["name"] for model in models}

@@ -16,7 +16,7 @@ from model.gpt import GPT
 from runtime.checkpoint import load_model, open_checkpoint
 from tools.convert.export_hf import export
 from tools.convert.import_gpt2 import import_gpt2
-from tools.convert.new_run import begin_with
+from tools.convert.new_run import begin_run
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -30,7 +30,7 @@ def original(tmp_path_factory):
     path = tmp_path_factory.mktemp("gpt2")
     torch.manual_seed(0)
     gpt = GPT(decode(GPTConfig, MODEL))
-    begin_with(gpt, build_tokenizer(BytesConfig(name="bytes")), path / "run", seq_len=16, batch_tokens=64)
+    begin_run(gpt, build_tokenizer(BytesConfig(name="bytes")), path / "run", seq_len=16, batch_tokens=64)
     export(path / "run", path / "folder")
     return path
 

@@ -12,8 +12,8 @@ from data.shards import read_manifest
 from runtime.checkpoint import find_newest
 from runtime.device import choose_compute
 from runtime.gpus import device_of_gpu
-from tools.bench.train import Training
-from tools.plan import PlanConfig, as_text, duration, find_target, gigabytes, plan
+from tools.bench.training import Training
+from tools.plan import PlanConfig, find_target, format_bytes, format_duration, format_figure, plan
 from trainer.micro_batch import SPARE
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -170,6 +170,11 @@ def test_a_gpu_here_is_planned_for_by_itself(tiny_plan, monkeypatch):
 
 def test_figures_are_printed_as_people_read_them():
     figures = 12_345, 294_900_000_000, 1_500_000_000_000, 227 * 10**18
-    assert [as_text("tokens", x) for x in figures] == ["12,345", "294.9 B", "1.5 T", "2.27e+20"]
-    assert [gigabytes(x) for x in (3_440_000, 40e9)] == ["3.44 MB", "40.00 GB"]
-    assert [duration(x) for x in (3, 300, 10_000, 1e6)] == ["3.0 seconds", "5.0 minutes", "2.8 hours", "11.6 days"]
+    assert [format_figure("tokens", x) for x in figures] == ["12,345", "294.9 B", "1.5 T", "2.27e+20"]
+    assert [format_bytes(x) for x in (3_440_000, 40e9)] == ["3.44 MB", "40.00 GB"]
+    assert [format_duration(x) for x in (3, 300, 10_000, 1e6)] == [
+        "3.0 seconds",
+        "5.0 minutes",
+        "2.8 hours",
+        "11.6 days",
+    ]

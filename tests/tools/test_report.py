@@ -10,7 +10,7 @@ import statistics
 import pytest
 from printed import assert_one_line
 
-from tools.report import read_runs, rows_of, varying_settings, write_report
+from tools.report import find_varying, group_seeds, read_runs, write_report
 
 HOSTILE = "</td><script>x</script><img src=x onerror=alert()>$\\frac$ {title} ${x} \x1b[2J\n\u202e_"
 
@@ -148,7 +148,7 @@ def test_models_that_differ_in_the_last_of_many_layers_are_not_seeds_of_one(tmp_
     for last in ("softmax", "sliding_window"):
         config = {"seed": last, "model": {"attention_pattern": [*layers, {"name": last}]}}
         make_run(tmp_path / last, [val(1, 2.0)], config)
-    assert len(rows_of(read_runs([tmp_path]))) == 2
+    assert len(group_seeds(read_runs([tmp_path]))) == 2
 
 
 def test_runs_that_are_validated_on_other_tokens_cause_a_warning(tmp_path, capsys):
@@ -252,7 +252,7 @@ def hostile(tmp_path):
 
 
 def test_names_and_settings_stay_text(hostile, sweep, capsys):
-    assert len(varying_settings(read_runs([hostile]))) == 4
+    assert len(find_varying(read_runs([hostile]))) == 4
     path = write_report([hostile], None)
     page = Page(path)
     harmless = Page(write_report([sweep], None))

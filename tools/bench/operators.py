@@ -16,7 +16,7 @@ from model.ops.log_attention import LINEAR, log_attention
 from model.ops.sparse_attention.attend import sparse_attention
 from model.ops.sparse_attention.patterns import fixed, longformer, strided, window
 from runtime.launch import free_memory
-from tools.bench.harness import in_turn
+from tools.bench.measuring import call_in_turn
 
 PATTERNS = {
     "window 256": window(256),
@@ -29,7 +29,7 @@ Operator = Callable[..., Any]
 """Tensors -> a tensor."""
 
 
-def measure(options: Any) -> list[JsonDict]:
+def measure_operators(options: Any) -> list[JsonDict]:
     """Time every attention at each length, torch's softmax first."""
     rows = []
     for T in options.lengths:
@@ -39,19 +39,19 @@ def measure(options: Any) -> list[JsonDict]:
         like = {"device": options.device, "dtype": dtype}
         *leaves, weights = torch.randn(4, *shape, generator=generator, **like)
         leaves = [leaf.requires_grad_() for leaf in leaves]
-        operators = attention()
+        operators = list_operators()
         free = torch.cuda.mem_get_info()[0] if options.device == "cuda" else free_memory()
         for name in list(operators):
-            needed = bytes_of(name, shape, options.device)
+            needed = estimate_bytes(name, shape, options.device)
             if needed > free / 2:
                 say(f"skipped at {T} tokens: {name}, it takes about {needed / 1e9:.2g} GB")
                 del operators[name]
-        for name, row in times_of(operators, leaves, weights, options).items():
+        for name, row in time_operators(operators, leaves, weights, options).items():
             rows.append({"operator": name, "T": T} | row)
     return rows
 
 
-def attention() -> dict[str, Operator]:
+def list_operators() -> dict[str, Operator]:
     """Return every attention by name, as a function of q, k and v, or log_v."""
     operators: dict[str, Operator] = {
         "SDPA": partial(scaled_dot_product_attention, is_causal=True),
@@ -72,7 +72,7 @@ def published(q: Tensor, k: Tensor, log_v: Tensor) -> Tensor:
     return (q.unsqueeze(-1) + log_s).logsumexp(-2) - (q + log_z).logsumexp(-1, keepdim=True)
 
 
-def bytes_of(operator: str, shape: Sequence[int], device: str) -> float:
+def estimate_bytes(operator: str, shape: Sequence[int], device: str) -> float:
     """Estimate an operator's memory, if that grows faster than its inputs; otherwise 0."""
     B, H, T, D = shape
     if operator == "published":
@@ -82,7 +82,7 @@ def bytes_of(operator: str, shape: Sequence[int], device: str) -> float:
     return 0
 
 
-def times_of(
+def time_operators(
     operators: dict[str, Operator], leaves: Sequence[Tensor], weights: Tensor, options: Any
 ) -> dict[str, JsonDict]:
     """Return median milliseconds of each operator, and its speed relative to the first one.
@@ -95,7 +95,7 @@ def times_of(
         torch.autograd.grad(run(*leaves), leaves, weights)
 
     # This compiles, if need be.
-    in_turn({name: partial(both_passes, run) for name, run in operators.items()}, 1)
+    call_in_turn({name: partial(both_passes, run) for name, run in operators.items()}, 1)
     turns = {}
     for name, run in operators.items():
         works = {
@@ -107,7 +107,7 @@ def times_of(
             turns[name, key] = partial(timer.blocked_autorange, min_run_time=options.seconds)
     # Medians, and how they compare with the first operator.
     rows: dict[str, JsonDict] = {}
-    for (name, key), measurements in in_turn(turns, options.rounds).items():
+    for (name, key), measurements in call_in_turn(turns, options.rounds).items():
         median = statistics.median(measurement.median for measurement in measurements)
         rows.setdefault(name, {})[f"{key}_ms"] = 1e3 * median
     first = next(iter(rows.values()))

@@ -11,21 +11,21 @@ from common.command_line import Items
 from common.console import say
 from common.files import make_directory, refuse_foreign, write_json
 from common.settings import JsonDict, Settings, UserError
-from tools.bench import data, decode, operators, train
-from tools.bench.harness import machine, print_table
+from tools.bench import decoding, operators, preparation, training
+from tools.bench.measuring import describe_machine, print_table
 
 MEASURES: dict[str, tuple[Callable[[Any], list[JsonDict]], str]] = {
-    "operators": (operators.measure, "operators; x: how many times as fast as the first"),
+    "operators": (operators.measure_operators, "operators; x: how many times as fast as the first"),
     "train": (
-        train.measure,
+        training.measure_training,
         "training steps of {batch} x {seq_len} tokens; x: speed, relative to the first row",
     ),
     "decode": (
-        decode.measure,
+        decoding.measure_decoding,
         "decoding in float32; x: speed, relative to the first row of the same position",
     ),
     "data": (
-        data.measure,
+        preparation.measure_preparation,
         "preparing a dataset; x: speed, relative to the tokenizer in as many threads",
     ),
 }
@@ -67,7 +67,7 @@ def bench(options: BenchConfig) -> None:
         make_directory(options.out.absolute().parent, "out")
         refuse_foreign(b'"machine"', options.out)
     settings = options.model_dump(mode="json")
-    figures: JsonDict = {"options": settings, "machine": machine()}
+    figures: JsonDict = {"options": settings, "machine": describe_machine()}
     for what in options.what:
         measure, title = MEASURES[what]
         say(f"measuring {what} ...")

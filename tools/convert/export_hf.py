@@ -21,8 +21,14 @@ from runtime.checkpoint import MODEL_FILES, load_model, open_checkpoint
 from runtime.state import TrainState
 from runtime.tensor_file import save_file
 from tools.convert.hf_tokenizer import tokenizer_files
-from tools.convert.hugging_face.gpt2 import PREFIX, gpt2_config, gpt2_name, is_gpt2, turned
-from tools.convert.hugging_face.sources import CONFIG_CLASS, MODEL_CLASS, modeling_files
+from tools.convert.hugging_face.exported_code import CONFIG_CLASS, MODEL_CLASS, collect_sources
+from tools.convert.hugging_face.gpt2 import (
+    PREFIX,
+    gpt2_config,
+    is_gpt2,
+    name_in_gpt2,
+    transpose_weight,
+)
 
 _HERE = Path(__file__).resolve().parent
 
@@ -66,12 +72,12 @@ def _write_model(gpt: GPT, tokenizer: Tokenizer, folder: Path) -> bool:
     plain = is_gpt2(config) and gpt.eot_id is None  # GPT-2's documents see each other
     if plain:
         tensors = {
-            PREFIX + gpt2_name(name): turned(gpt2_name(name), value)
+            PREFIX + name_in_gpt2(name): transpose_weight(name_in_gpt2(name), value)
             for name, value in tensors.items()
         }
     else:
         tensors = {f"gpt.{name}": value for name, value in tensors.items()}
-        for name, text in modeling_files(map(type, [config.attention, *config.layers])).items():
+        for name, text in collect_sources(map(type, [config.attention, *config.layers])).items():
             (folder / name).write_text(text, encoding="utf-8")
         shutil.copyfile(_HERE.parents[1] / "LICENSE", folder / "LICENSE-code")
     save_file(

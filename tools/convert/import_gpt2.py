@@ -20,8 +20,8 @@ from model.gpt import GPT
 from runtime.checkpoint import FLOATS
 from runtime.tensor_file import load_tensors, read_header
 from tools.convert.hf_tokenizer import read_tokenizer_json
-from tools.convert.hugging_face.gpt2 import PREFIX, gpt2_name, read_gpt2_config, turned
-from tools.convert.new_run import begin_with
+from tools.convert.hugging_face.gpt2 import PREFIX, name_in_gpt2, read_gpt2_config, transpose_weight
+from tools.convert.new_run import begin_run
 
 _WEIGHTS = "model.safetensors"
 _MASK_TYPES = (torch.bool, torch.uint8, torch.float32)
@@ -44,7 +44,7 @@ def import_gpt2(folder: Path, run_dir: Path) -> Path:
     gpt, tokenizer = read_gpt2(folder)
     seq_len = gpt.config.max_len or 1
     sizes = {"seq_len": seq_len, "batch_tokens": _SEQUENCES * seq_len}
-    path = begin_with(gpt, tokenizer, run_dir, **sizes)
+    path = begin_run(gpt, tokenizer, run_dir, **sizes)
     say(
         f"{path}: {gpt.n_params():,} parameters, tokenizer {tokenizer.name} of "
         f"{tokenizer.n_vocab:,} ids"
@@ -101,10 +101,10 @@ def _weights(path: Path, gpt: GPT) -> dict[str, Tensor]:
     stored_names = read_header(path)[1].keys()
     prefix = PREFIX if any(name.startswith(PREFIX) for name in stored_names) else ""
     parameters = gpt.state_dict()
-    stored_name_of = {name: prefix + gpt2_name(name) for name in parameters}
+    stored_name_of = {name: prefix + name_in_gpt2(name) for name in parameters}
     expected: dict[str, Any] = {}
     for name, stored_name in stored_name_of.items():
-        expected[stored_name] = (turned(stored_name, parameters[name]).shape, FLOATS)
+        expected[stored_name] = (transpose_weight(stored_name, parameters[name]).shape, FLOATS)
     if "lm_head.weight" in stored_names:
         expected["lm_head.weight"] = expected[stored_name_of["embed.weight"]]
     max_len = gpt.config.max_len or 0
@@ -118,7 +118,7 @@ def _weights(path: Path, gpt: GPT) -> dict[str, Tensor]:
     stored = load_tensors([path], expected)
     weights = {}
     for name, stored_name in stored_name_of.items():
-        weight = turned(stored_name, stored[stored_name]).contiguous()
+        weight = transpose_weight(stored_name, stored[stored_name]).contiguous()
         weights[name] = weight if weight.dtype == torch.float64 else weight.float()
     embed = stored[stored_name_of["embed.weight"]]
     if not torch.equal(stored.get("lm_head.weight", embed), embed):

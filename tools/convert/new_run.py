@@ -11,7 +11,7 @@ from runtime.state import NO_DATASET, TrainState
 from trainer.records.run_dir import check_folder, own_run
 
 
-def begin_with(
+def begin_run(
     gpt: GPT, tokenizer: Tokenizer, run_dir: Path, seq_len: int, batch_tokens: int
 ) -> Path:
     """Write a run's checkpoint of step 0 with a converted model, for `init_from`; return its path.

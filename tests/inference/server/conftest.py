@@ -11,7 +11,7 @@ import pytest
 import torch
 from texts import BYTES, CHAT, gpt_of
 
-from tools.convert.new_run import begin_with
+from tools.convert.new_run import begin_run
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -36,7 +36,7 @@ def make_gpt():
 def run_dir(make_gpt, tmp_path_factory):
     """A run named "tiny" with such a model, whose texts do not end by themselves."""
     path = tmp_path_factory.mktemp("runs") / "tiny"
-    begin_with(make_gpt(endless=True), BYTES, path, seq_len=16, batch_tokens=16)
+    begin_run(make_gpt(endless=True), BYTES, path, seq_len=16, batch_tokens=16)
     return path
 
 
@@ -82,8 +82,8 @@ def serve(run_dir):
 
     yield start
     for server in started:
-        server.process.kill()
-        server.process.wait()
+        with server.process as process:
+            process.kill()
 
 
 @pytest.fixture(scope="session")
@@ -96,7 +96,7 @@ def chat_gpt(make_gpt):
 def chat_served(serve, chat_gpt, tmp_path_factory):
     """The server of that model."""
     path = tmp_path_factory.mktemp("runs") / "talker"
-    begin_with(chat_gpt, CHAT, path, seq_len=16, batch_tokens=16)
+    begin_run(chat_gpt, CHAT, path, seq_len=16, batch_tokens=16)
     return serve("max_prompt_tokens=2000", run_dir=path)
 
 

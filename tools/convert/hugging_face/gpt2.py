@@ -32,7 +32,7 @@ PREFIX = "transformer."
 """Prefix of all weight names in current files. Files from 2019 lack it."""
 
 
-def gpt2_name(ours: str) -> str:
+def name_in_gpt2(ours: str) -> str:
     """Return GPT-2's name of one of our parameters, without PREFIX: blocks.3.up.bias ->
     h.3.mlp.c_fc.bias."""
     for before, after in _NAMES.items():
@@ -40,7 +40,7 @@ def gpt2_name(ours: str) -> str:
     return ours
 
 
-def turned(name: str, weight: Tensor) -> Tensor:
+def transpose_weight(name: str, weight: Tensor) -> Tensor:
     """Convert a weight with GPT-2's name `name` to or from our layout: GPT-2's "Conv1D" weights are
     (in, out)."""
     return weight.T if name.endswith(_TRANSPOSED) else weight

@@ -13,12 +13,12 @@ MODEL_CLASS = "modeling_log_gpt.LogGPTForCausalLM"
 
 _ROOT = Path(__file__).resolve().parents[3]
 _HERE = "tools.convert.hugging_face."
-_STAND_INS = {"common.console": f"{_HERE}console"}
+_STAND_INS = {"common.console": f"{_HERE}log_console"}
 _OURS = re.compile(r"^( *)from ((?:common|model|tools)(?:\.\w+)*) import (\w*)", re.MULTILINE)
 _TRITON = re.compile(r"^((?:import|from) triton.*)$", re.MULTILINE)
 
 
-def modeling_files(mechanisms: Iterable[type]) -> dict[str, str]:
+def collect_sources(mechanisms: Iterable[type]) -> dict[str, str]:
     """Return the name and text of every file that the two classes need.
 
     Args:

@@ -22,7 +22,7 @@ K = TypeVar("K")
 R = TypeVar("R")
 
 
-def in_own_process(function: Callable[..., R], *arguments: Any) -> R:
+def call_in_process(function: Callable[..., R], *arguments: Any) -> R:
     """Call a function of a module in a new process.
 
     Raises:
@@ -42,7 +42,7 @@ def _with_plain_errors(function: Callable[..., R], *arguments: Any) -> R:
         raise RuntimeError(f"{type(error).__name__}: {error}") from None
 
 
-def in_turn(runs: Mapping[K, Callable[[], R]], rounds: int) -> dict[K, list[R]]:
+def call_in_turn(runs: Mapping[K, Callable[[], R]], rounds: int) -> dict[K, list[R]]:
     """Call every run once per round, and return its results by name.
 
     The order is random in each round, so that other load on the machine slows all runs alike.
@@ -56,14 +56,14 @@ def in_turn(runs: Mapping[K, Callable[[], R]], rounds: int) -> dict[K, list[R]]:
     return results
 
 
-def seconds_of(run: Callable[[], object]) -> float:
+def time_call(run: Callable[[], object]) -> float:
     """Call `run` and return how many seconds it took."""
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
 
 
-def machine() -> JsonDict:
+def describe_machine() -> JsonDict:
     """Return the machine and the versions that figures depend on."""
     info = Path("/proc/cpuinfo")
     cpu = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
@@ -96,6 +96,6 @@ def _cell(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def composed(overrides: Iterable[str]) -> JsonDict:
+def compose_run(overrides: Iterable[str]) -> JsonDict:
     """Return the configuration of train.py with these options; no data is read."""
     return compose("train", ["dataset_dir=none", *overrides])

@@ -13,15 +13,15 @@ from model.gpt import GPT, GPTState
 from model.graphs import DecodingStep
 from model.state_trees import state_bytes
 from runtime.device import choose_compute
-from tools.bench.harness import in_turn, seconds_of
-from tools.bench.train import config_of
+from tools.bench.measuring import call_in_turn, time_call
+from tools.bench.training import compose_steps
 
 _CHUNK = 512  # tokens of a text that are read at once
 _WARM_UP = 3  # steps that are not timed: the first copies a growing cache
 
 
 @torch.inference_mode()
-def measure(options: Any) -> list[JsonDict]:
+def measure_decoding(options: Any) -> list[JsonDict]:
     """Measure every model after each number of tokens."""
     positions = sorted(set(options.positions))
     room = positions[-1] + _WARM_UP + options.steps
@@ -30,15 +30,15 @@ def measure(options: Any) -> list[JsonDict]:
     sizes = {}
     torch.manual_seed(0)
     for name in options.models:
-        config = config_of([f"model={name}", *overrides], room, 1)
+        config = compose_steps([f"model={name}", *overrides], room, 1)
         gpt = GPT(config.model).to(choose_compute(config.runtime).device)
         for position in positions:
             say(f"{name} reads {position:,} tokens ...")
-            state = state_after(gpt, position)
-            texts[name, position] = decoding(gpt, state)
+            state = read_tokens(gpt, position)
+            texts[name, position] = build_decoder(gpt, state)
             sizes[name, position] = state_bytes(state)
-    runs = {key: partial(seconds_of, decode) for key, decode in texts.items()}
-    timings = in_turn(runs, _WARM_UP + options.steps)
+    runs = {key: partial(time_call, decode) for key, decode in texts.items()}
+    timings = call_in_turn(runs, _WARM_UP + options.steps)
     medians = {key: statistics.median(seconds[_WARM_UP:]) for key, seconds in timings.items()}
     rows: list[JsonDict] = []
     for (name, position), seconds in medians.items():
@@ -53,7 +53,7 @@ def measure(options: Any) -> list[JsonDict]:
     return rows
 
 
-def state_after(gpt: GPT, n_tokens: int) -> GPTState | None:
+def read_tokens(gpt: GPT, n_tokens: int) -> GPTState | None:
     """Return the state after a text of so many tokens."""
     state = None
     ids = torch.zeros(1, n_tokens, dtype=torch.int64, device=gpt.device)
@@ -62,7 +62,7 @@ def state_after(gpt: GPT, n_tokens: int) -> GPTState | None:
     return state
 
 
-def decoding(gpt: GPT, state: Any) -> Callable[[], None]:
+def build_decoder(gpt: GPT, state: Any) -> Callable[[], None]:
     """Return a function that decodes a token after a text, and then the next."""
     step = DecodingStep(gpt, 1)
     token = torch.zeros(1, 1, dtype=torch.int64, device=gpt.device)

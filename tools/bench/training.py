@@ -18,7 +18,7 @@ from common.settings import JsonDict, UserError, decode
 from model.gpt import GPT
 from runtime.device import Compute, choose_compute, compile_blocks, peak_flops, should_compile
 from runtime.distributed import World
-from tools.bench.harness import composed, in_own_process, in_turn, seconds_of
+from tools.bench.measuring import call_in_process, call_in_turn, compose_run, time_call
 from trainer.config import TrainConfig
 from trainer.step import SummedLoss, train_step
 
@@ -36,7 +36,7 @@ class Measured(NamedTuple):
     """MFU at one token per second; None: the device's peak is not known."""
 
 
-def measure(options: Any) -> list[JsonDict]:
+def measure_training(options: Any) -> list[JsonDict]:
     """Measure the models in turn, each in a process of its own; nanoGPT first, if it is there.
 
     Raises:
@@ -53,14 +53,14 @@ def measure(options: Any) -> list[JsonDict]:
 
     def measure_model(name: str) -> Measured:
         overrides = [choices[name], *options.set, f"runtime.device={options.device}"]
-        config = config_of(overrides, options.seq_len, options.batch)
+        config = compose_steps(overrides, options.seq_len, options.batch)
         nanogpt = folder if name == "nanoGPT" else None
-        result = in_own_process(measure_steps, config, nanogpt, options.steps)
+        result = call_in_process(measure_steps, config, nanogpt, options.steps)
         say(f"{name}: {statistics.median(result.seconds):.4g} s a step")
         return result
 
     # All models take turns; the median of all their steps counts.
-    turns = in_turn({name: partial(measure_model, name) for name in choices}, options.rounds)
+    turns = call_in_turn({name: partial(measure_model, name) for name in choices}, options.rounds)
     rows: list[JsonDict] = []
     for name, results in turns.items():
         seconds = statistics.median(seconds for result in results for seconds in result.seconds)
@@ -81,7 +81,7 @@ def measure(options: Any) -> list[JsonDict]:
 def measure_steps(config: TrainConfig, nanogpt: Path | None, steps: int) -> Measured:
     """Take training steps in this process, and measure the last of them."""
     training = Training(config, config.batch_size, nanogpt)
-    seconds = [seconds_of(training.step) for _ in range(_WARM_UP + steps)]
+    seconds = [time_call(training.step) for _ in range(_WARM_UP + steps)]
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if torch.cuda.is_initialized():
         peak_bytes = torch.cuda.max_memory_allocated()
@@ -90,9 +90,9 @@ def measure_steps(config: TrainConfig, nanogpt: Path | None, steps: int) -> Meas
     return Measured(seconds[_WARM_UP:], peak_bytes / 1e9, share)
 
 
-def config_of(overrides: list[str], seq_len: int, batch: int) -> TrainConfig:
+def compose_steps(overrides: list[str], seq_len: int, batch: int) -> TrainConfig:
     """Return the configuration of train.py with these options, for steps of `batch` sequences."""
-    raw = composed(overrides)
+    raw = compose_run(overrides)
     position = raw["model"]["position"]
     if position["name"] == "learned":
         position["max_len"] = max(seq_len, position["max_len"])
@@ -132,8 +132,8 @@ def measure_rate(config: TrainConfig, micro_batch: int) -> float:
     A step has one micro-batch. Reading, evaluating and saving are left out.
     """
     training = Training(config, micro_batch)
-    steps = {"step": partial(seconds_of, training.step)}
-    seconds = in_turn(steps, 2 * _WARM_UP)["step"]
+    steps = {"step": partial(time_call, training.step)}
+    seconds = call_in_turn(steps, 2 * _WARM_UP)["step"]
     return micro_batch * config.seq_len / statistics.median(seconds[_WARM_UP:])
 
 

@@ -16,13 +16,13 @@ from common.command_line import in_hydras_grammar
 from common.settings import JsonDict, UserError, decode
 from data.prepare.dataset import PrepareConfig
 from data.tokenizer import build_tokenizer
-from tools.bench.harness import seconds_of
+from tools.bench.measuring import time_call
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_data.py"
 _REFERENCE = "the tokenizer, one thread"
 
 
-def measure(options: Any) -> list[JsonDict]:
+def measure_preparation(options: Any) -> list[JsonDict]:
     """Encode all documents in one thread, and prepare a dataset as a user would, in each round."""
     with tempfile.TemporaryDirectory(dir=".") as folder:
         dataset_dir = Path(folder, "dataset")
@@ -34,7 +34,7 @@ def measure(options: Any) -> list[JsonDict]:
             seconds, n_bytes = encode_alone(config)
             megabytes = n_bytes / 1e6
             rates[_REFERENCE].append(megabytes / seconds)
-            rates["prepared"].append(megabytes / seconds_of(partial(run_script, words)))
+            rates["prepared"].append(megabytes / time_call(partial(run_script, words)))
             shutil.rmtree(dataset_dir)
     workers = config.workers or os.cpu_count() or 1
     reference = workers * median(rates[_REFERENCE])
