@@ -7,4 +7,6 @@ from cli import command
 
 if __name__ == "__main__":
     lists = ("what", "lengths", "models", "set", "positions")
-    command("bench", "tools.bench.run:bench", "tools.bench.run:BenchConfig", text_keys=lists)
+    command(
+        "bench", "tools.bench.run:run_benchmarks", "tools.bench.run:BenchConfig", text_keys=lists
+    )

@@ -3,4 +3,4 @@
 from cli import command
 
 if __name__ == "__main__":
-    command("count", "tools.count:report")
+    command("count", "tools.count:print_counts")

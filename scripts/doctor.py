@@ -3,4 +3,4 @@
 from cli import command
 
 if __name__ == "__main__":
-    command("doctor", "tools.doctor:examine")
+    command("doctor", "tools.doctor:examine_machine")

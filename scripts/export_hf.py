@@ -5,6 +5,6 @@ from cli import command
 if __name__ == "__main__":
     command(
         "export_hf",
-        "tools.convert.export_hf:export",
+        "tools.convert.export_hf:export_checkpoint",
         when_interrupted="interrupted; nothing was written",
     )

@@ -3,4 +3,4 @@
 from cli import command
 
 if __name__ == "__main__":
-    command("inspect_dataset", "tools.inspect_dataset:inspect", text_keys=("window",))
+    command("inspect_dataset", "tools.inspect_dataset:inspect_dataset", text_keys=("window",))

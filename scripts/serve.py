@@ -3,4 +3,4 @@
 from cli import command
 
 if __name__ == "__main__":
-    command("serve", "inference.server.serve:serve", "inference.server.protocol:ServeConfig")
+    command("serve", "inference.server.serve:serve_model", "inference.server.protocol:ServeConfig")

@@ -17,7 +17,7 @@ from model.gpt import GPT
 from model.ops.log_attention.naive_attention import KEY, QUERY, VALUE
 from model.state_trees import state_bytes
 from runtime.gpus import device_by_name
-from tools.plan import PlanConfig, plan
+from tools.plan import PlanConfig, plan_run
 from trainer.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -167,7 +167,7 @@ def test_the_plan_on_a_page_is_the_plan(command):
 @pytest.mark.slow
 def test_the_memory_on_a_page_is_planned():
     options = ["experiment=pile_125m", "device=h200", "runtime.micro_batch=32", "batch_tokens=32768"]
-    memory = plan(decode(PlanConfig, compose("plan", options)))["memory"]
+    memory = plan_run(decode(PlanConfig, compose("plan", options)))["memory"]
     assert f"{memory['peak'] / 1e9:.1f} GB are planned" in PAGES["sweeps"]
     said = " ".join(PAGES["training"].split())
     for recompute in ("none", "selective", "block"):
@@ -177,7 +177,7 @@ def test_the_memory_on_a_page_is_planned():
             "runtime.micro_batch=12",
             f"runtime.recompute={recompute}",
         ]
-        planned = plan(decode(PlanConfig, compose("plan", options)))["memory"]["activations"]
+        planned = plan_run(decode(PlanConfig, compose("plan", options)))["memory"]["activations"]
         assert f"{planned / 1e9:.2f} GB with `{recompute}`" in said
 
 

@@ -15,14 +15,13 @@ PACKAGES = ("model", "runtime", "trainer", "data", "inference", "tools", "cli", 
 LAYOUT = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER"}
 
 
-def count(source: str) -> Counter[str]:
+def count_source(source: str) -> Counter[str]:
     """Count a Python file's lines and tokens, without blank lines, comments and docstrings."""
     docstrings: set[int] = set()  # their lines
     for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
-            continue
-        if isinstance(node.value.value, str):
-            docstrings |= _lines_of(node.lineno, node.end_lineno)
+        match node:
+            case ast.Expr(ast.Constant(str())):
+                docstrings |= _lines_of(node.lineno, node.end_lineno)
     n_tokens = 0
     lines: set[int] = set()
     opened = []
@@ -55,7 +54,7 @@ def count_packages() -> dict[str, Counter[str]]:
         package = path.parts[0] if path.parent.name else "scripts"
         source = (ROOT / path).read_text(encoding="utf-8")
         if path.suffix == ".py" and package in counts:
-            counts[package] += count(source)
+            counts[package] += count_source(source)
         elif path.suffix == ".md" and package in ("docs", "scripts"):
             counts["pages"] += Counter(files=1, lines=len(source.splitlines()))
     for name in PACKAGES:
@@ -70,22 +69,22 @@ def find_excesses() -> list[str]:
     lines = []
     for name, counts in count_packages().items():
         for unit, limit in limits[name].items():
-            number = density(counts) if unit == "tokens_per_line" else counts[unit]
+            number = tokens_per_line(counts) if unit == "tokens_per_line" else counts[unit]
             if number > limit:
                 lines.append(f"{name} has {number:,.6g} {unit}, and at most {limit:,} are allowed")
     return lines
 
 
-def density(counts: Counter[str]) -> float:
+def tokens_per_line(counts: Counter[str]) -> float:
     """Return tokens per line."""
     return counts["tokens"] / max(1, counts["lines"])
 
 
-def report() -> None:
+def print_counts() -> None:
     """Print the counts of each package, and what is above the budget."""
     print(f"{'':10}{'files':>7}{'lines':>9}{'tokens':>9}{'a line':>8}")
     for name, counts in count_packages().items():
-        tokens = f"{counts['tokens']:9,}{density(counts):8.2f}" if counts["tokens"] else ""
+        tokens = f"{counts['tokens']:9,}{tokens_per_line(counts):8.2f}" if counts["tokens"] else ""
         print(f"{name:10}{counts['files']:7,}{counts['lines']:9,}{tokens}")
     for line in find_excesses():
         print(line)

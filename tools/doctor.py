@@ -41,7 +41,7 @@ AGREES = "agree with plain torch"
 _LEAST_DISK = 20e9
 
 
-def examine(training: bool) -> None:
+def examine_machine(training: bool) -> None:
     """Print a table of this machine and lines of what to do.
 
     Raises:

@@ -24,7 +24,7 @@ from runtime.checkpoint import open_checkpoint
 from runtime.state import TrainState
 
 
-def inspect(
+def inspect_dataset(
     dataset_dir: Path | None,
     split: SplitName,
     window: Items[int],

@@ -73,7 +73,7 @@ class Target(NamedTuple):
     """FLOP/s of one device in the dtype of the run; NaN: unknown."""
 
 
-def plan(config: PlanConfig) -> JsonDict:
+def plan_run(config: PlanConfig) -> JsonDict:
     """All figures by section, in bytes, seconds and tokens. None and NaN mean unknown.
 
     Raises:
@@ -208,9 +208,9 @@ _BYTES = {
 }
 
 
-def run_plan(config: PlanConfig) -> None:
+def print_plan(config: PlanConfig) -> None:
     """Print the plan as a table, and what to change."""
-    figures = plan(config)
+    figures = plan_run(config)
     target = find_target(config)
     # The figures, a section of rows after the other.
     dtype = str(target.compute.dtype).removeprefix("torch.")

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 
 from common.settings import JsonDict, UserError
 from data.chat import ChatTokenizer
-from inference.server.completions import Served, check_model, complete
+from inference.server.completions import Served, answer_completion, check_model
 from inference.server.protocol import ChatRequest, CompletionRequest
 from inference.server.responses import ApiError
 
@@ -48,16 +48,16 @@ def create_app(served: Served) -> FastAPI:
     @app.exception_handler(ApiError)
     @app.exception_handler(UserError)
     async def _refused(_: Request, error: Exception) -> Response:
-        return respond(error if isinstance(error, ApiError) else ApiError(400, str(error)))
+        return format_error(error if isinstance(error, ApiError) else ApiError(400, str(error)))
 
     @app.exception_handler(HTTPException)
     async def _no_route(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}: {_PATHS}"
-        return respond(ApiError(error.status_code, message))
+        return format_error(ApiError(error.status_code, message))
 
     @app.exception_handler(Exception)
     async def _failed(_: Request, error: Exception) -> Response:
-        return respond(ApiError(500, f"the server failed: {type(error).__name__}"))
+        return format_error(ApiError(500, f"the server failed: {type(error).__name__}"))
 
     @app.exception_handler(ClientDisconnect)
     async def _gone(_: Request, error: ClientDisconnect) -> Response:
@@ -87,16 +87,16 @@ def create_app(served: Served) -> FastAPI:
     # Texts.
     @app.post("/v1/completions")
     async def completions(http: Request) -> Response:
-        return await complete(http, served, CompletionRequest)
+        return await answer_completion(http, served, CompletionRequest)
 
     @app.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
-        return await complete(http, served, ChatRequest)
+        return await answer_completion(http, served, ChatRequest)
 
     return app
 
 
-def respond(error: ApiError) -> Response:
+def format_error(error: ApiError) -> Response:
     """Return an error as a whole response."""
     headers = {"Retry-After": "1"} if error.status in (429, 503) else None
     return JSONResponse(error.body, error.status, headers)

@@ -41,7 +41,7 @@ class Served(NamedTuple):
     """Host names that browsers may use for this server; None: any."""
 
 
-async def complete(http: Request, served: Served, kind: type[AnyRequest]) -> Response:
+async def answer_completion(http: Request, served: Served, kind: type[AnyRequest]) -> Response:
     """Answer a request for completions or for the answer of a chat, whole or as a stream."""
     request = await read_request(http, kind)
     if request.model is not None:

@@ -21,7 +21,7 @@ _SECONDS_TO_FINISH = 5
 _SECONDS_FOR_THE_LAST_TURN = 30.0
 
 
-def serve(config: ServeConfig) -> None:
+def serve_model(config: ServeConfig) -> None:
     """Serve until Ctrl-C or SIGTERM.
 
     Raises:
@@ -45,7 +45,7 @@ def serve(config: ServeConfig) -> None:
     access_log.addHandler(_Lines())
     name = loaded.checkpoint.run_dir.resolve().name
     # Listen before the model's first turn, so that an address in use is told at once.
-    with listen(config.host, config.port) as listener:
+    with open_listener(config.host, config.port) as listener:
         served = Served(name, worker, tokenizer, config, _names(config.host))
         app = create_app(served)
         host = f"[{config.host}]" if ":" in config.host else config.host
@@ -95,7 +95,7 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def listen(host: str, port: int) -> socket.socket:
+def open_listener(host: str, port: int) -> socket.socket:
     """Open the listening socket, and warn if other machines can reach it.
 
     Raises:

@@ -37,17 +37,17 @@ WORK = {  # what a script calls once it has read its command line and everything
     "train": "trainer.launch.launch_training",
     "eval": "inference.evaluate.launch_evaluation",
     "sample": "inference.sample.run_sampling",
-    "scripts/bench": "tools.bench.run.bench",
+    "scripts/bench": "tools.bench.run.run_benchmarks",
     "scripts/count": "tools.count.count_packages",
-    "scripts/doctor": "tools.doctor.examine",
-    "scripts/export_hf": "tools.convert.export_hf.export",
+    "scripts/doctor": "tools.doctor.examine_machine",
+    "scripts/export_hf": "tools.convert.export_hf.export_checkpoint",
     "scripts/import_gpt2": "tools.convert.import_gpt2.import_gpt2",
-    "scripts/inspect_dataset": "tools.inspect_dataset.inspect",
+    "scripts/inspect_dataset": "tools.inspect_dataset.inspect_dataset",
     "scripts/lm_eval": "inference.harness.run_harness",
-    "scripts/plan": "tools.plan.run_plan",
+    "scripts/plan": "tools.plan.print_plan",
     "scripts/prepare_data": "data.prepare.dataset.prepare",
     "scripts/report": "tools.report.write_report",
-    "scripts/serve": "inference.server.serve.serve",
+    "scripts/serve": "inference.server.serve.serve_model",
     "scripts/train_tokenizer": "data.prepare.vocabulary.learn",
     "scripts/verify_dataset": "data.prepare.verify.verify",
 }
@@ -208,7 +208,7 @@ def bench(command, monkeypatch):
     """Runs scripts/bench.py with these words, its work replaced by a function; returns what the command does."""
 
     def run(work, *words):
-        monkeypatch.setattr("tools.bench.run.bench", work)
+        monkeypatch.setattr("tools.bench.run.run_benchmarks", work)
         return command("scripts/bench", *words)
 
     return run
@@ -288,7 +288,7 @@ def test_a_command_that_is_interrupted_says_so(command, monkeypatch):
     def interrupt(checkpoint: Path, out_dir: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tools.convert.export_hf.export", interrupt)
+    monkeypatch.setattr("tools.convert.export_hf.export_checkpoint", interrupt)
     said = "error: interrupted; nothing was written\n"
     assert command("scripts/export_hf", "checkpoint=x", "out_dir=y") == (130, "", said)
 

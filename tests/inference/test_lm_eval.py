@@ -147,15 +147,8 @@ def test_the_command_runs_tasks_of_every_kind(command, run_of, tasks, monkeypatc
     done = command("scripts/lm_eval", f"tasks={names}", *arguments)
     assert done.status == 0, done.err
     found = json.loads((run_dir / "lm_eval.json").read_text())
-    lines = [json.loads(line) for line in (tasks / "data.jsonl").read_text().splitlines()]
-
-    n_right = 0
-    for line in lines:
-        before = BYTES.encode(line["question"])
-        scores = [direct(gpt, [*before, *BYTES.encode(choice)], len(before))[0] for choice in line["choices"]]
-        n_right += scores.index(max(scores)) == line["answer"]
     results = found["results"]
-    assert results["local_multiple_choice"]["acc,none"] == n_right / 2
+    lines = [json.loads(line) for line in (tasks / "data.jsonl").read_text().splitlines()]
     texts = [BYTES.encode(line["question"] + line["choices"][0]) for line in lines]
     nats = sum(direct(gpt, [EOT, *ids], 1)[0] for ids in texts)
     bits = -nats / math.log(2) / sum(map(len, texts))

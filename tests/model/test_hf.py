@@ -24,7 +24,7 @@ from model.attention.log_space import LogSpaceConfig
 from model.attention.softmax import SoftmaxConfig
 from model.config import GPTConfig
 from model.gpt import GPT
-from tools.convert.export_hf import export
+from tools.convert.export_hf import export_checkpoint
 from tools.convert.hf_tokenizer import tokenizer_files
 from tools.convert.hugging_face.exported_code import collect_sources
 from tools.convert.hugging_face.gpt2 import is_gpt2
@@ -136,7 +136,7 @@ def make_results(work):
     for side, share in SIDES.items():
         save_file(padded(token_ids, share), work / "prompts" / f"{side}.safetensors")
     for name in CONFIGS:
-        export(run_of(gpt_of(name), work / "runs" / name), work / "exports" / name / "model")
+        export_checkpoint(run_of(gpt_of(name), work / "runs" / name), work / "exports" / name / "model")
     env = os.environ | {"HF_HOME": str(work / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     env.pop("PYTHONPATH", None)
     script = Path(__file__).with_name("hf_process.py")
@@ -229,7 +229,7 @@ def test_what_an_export_does_not_read_or_return_is_refused(given, message):
 
 def test_an_export_of_a_chat_model_says_how_it_talks(tmp_path):
     begin_run(GPT(config_of(n_vocab=262)), CHAT, tmp_path / "run", seq_len=16, batch_tokens=64)
-    export(tmp_path / "run", tmp_path / "out")
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
     ends = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
     assert ends == [CHAT.eot_id, *range(CHAT.n_vocab - 5, CHAT.n_vocab)]
     assert "<|assistant|>" in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["chat_template"]

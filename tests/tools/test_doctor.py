@@ -65,7 +65,7 @@ def test_what_breaks_is_a_finding_and_the_rest_goes_on(small, monkeypatch, capsy
     monkeypatch.setattr(doctor, "find_versions", breaks)
     monkeypatch.setattr(doctor, "measure_rate", lacks_memory)
     with pytest.raises(UserError, match="2 parts of this did not work"):
-        doctor.examine(training=True)
+        doctor.examine_machine(training=True)
     out = capsys.readouterr().out
     assert "- versions fails (RuntimeError): CUDA error: an illegal memory access" in out
     assert "- a training step fails (RuntimeError): out of memory, use a machine with more" in out

@@ -75,16 +75,16 @@ def test_the_chat_template_gives_our_ids(inner, tmp_path):
         masked = other.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         targets = [0]
         for role, text in talk:
-            in_answer = role == "assistant"
-            targets += [0] + [int(in_answer)] * (len(tokenizer.encode(text)) + in_answer)
+            in_answer = int(role == "assistant")
+            targets += [0] + [in_answer] * (len(tokenizer.encode(text)) + in_answer)
         assert masked["assistant_masks"] == targets
     assert other.decode(template, skip_special_tokens=True) == "".join(text for _, text in talk)
-    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    assert other.apply_chat_template(parts, return_dict=False)[2:] == tokenizer.encode("ab")
-    developer = other.apply_chat_template([{"role": "developer", "content": "a"}])
-    assert developer["input_ids"] == other.apply_chat_template([{"role": "system", "content": "a"}])["input_ids"]
-    no_text = [{"content": content} for content in (None, 3, {"text": "a"}, ["a"], [{"type": "image", "text": "c"}])]
-    for change in ({"role": "tool"}, {"role": "assistant", "tool_calls": [{"name": "f"}]}, *no_text):
+    parts = {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    as_one = other.apply_chat_template([{"role": "system", "content": "ab"}])
+    assert other.apply_chat_template([parts])["input_ids"] == as_one["input_ids"]
+    image = [{"type": "image", "text": "c"}]
+    calls = [{"name": "f"}]
+    for change in ({"role": "tool"}, {"role": "assistant", "tool_calls": calls}, {"content": None}, {"content": image}):
         with pytest.raises(Exception, match=r"the roles are .*, not tool|the content of a message is text here"):
             other.apply_chat_template([{"role": "user", "content": "a", **change}])
 

@@ -2,6 +2,7 @@
 
 import base64
 import html.parser
+import itertools
 import json
 import math
 import os
@@ -35,11 +36,11 @@ def make_run(folder, lines, config=None, environment=None):
 @pytest.fixture
 def sweep(tmp_path):
     """Three learning rates and two seeds; the loss is 1 + 100 * lr + seed / 10."""
-    for lr in (0.001, 0.01, 0.03):
-        for seed in (1, 2):
-            lines = [line for i in range(1, 7) for line in (train(i, 5 - i / 6), val(i, 7 - i + 100 * lr + seed / 10))]
-            config = {"run_dir": f"x/{lr},{seed}", "max_steps": 6, "seed": seed, "optim": {"max_lr": lr, "eps": None}}
-            make_run(tmp_path / "sweep" / f"optim.max_lr={lr},seed={seed}", lines, config)
+    for lr, seed in itertools.product((0.001, 0.01, 0.03), (1, 2)):
+        lines = [train(i, 5 - i / 6) for i in range(1, 7)]
+        lines += [val(i, 7 - i + 100 * lr + seed / 10) for i in range(1, 7)]
+        config = {"run_dir": f"x/{lr},{seed}", "max_steps": 6, "seed": seed, "optim": {"max_lr": lr, "eps": None}}
+        make_run(tmp_path / "sweep" / f"optim.max_lr={lr},seed={seed}", lines, config)
     return tmp_path / "sweep"
 
 
@@ -48,7 +49,8 @@ class Page(html.parser.HTMLParser):
 
     def __init__(self, path):
         super().__init__()
-        self.tags, self.cells, self.rows = [], [], []
+        self.tags = []
+        self.rows = []
         self.feed(path.read_text(encoding="utf-8"))
         names, *rows = self.rows
         self.table = [dict(zip(names, row, strict=True)) for row in rows]
@@ -196,9 +198,8 @@ def test_what_is_no_file_costs_a_warning(tmp_path, capsys, name, replace):
     path = make_run(tmp_path / "bad", [val(1, 2.0)], {"n": 2}) / name
     path.unlink()
     replace(path)
-    runs = read_runs([tmp_path])
-    left_out = name == "metrics.jsonl" and not path.is_file()
-    assert len(runs) == 2 - left_out
+    is_left_out = name == "metrics.jsonl" and not path.is_file()
+    assert len(read_runs([tmp_path])) == 2 - is_left_out
     assert capsys.readouterr().err.count("warning: ") == 1
 
 

@@ -19,7 +19,7 @@ from runtime.checkpoint import load_model
 from runtime.device import choose_compute
 from runtime.distributed import World
 from runtime.losses import evaluate_windows
-from tools.convert.export_hf import export
+from tools.convert.export_hf import export_checkpoint
 from trainer.loop import fit
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -158,7 +158,7 @@ def test_training_evaluation_export_and_the_harness_measure_the_same_loss_of_a_p
     last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["val_loss"] == pytest.approx(wanted, rel=1e-12)
     assert json.loads((run_dir / "eval.json").read_text())["loss"] == pytest.approx(wanted, rel=1e-12)
-    export(run_dir, tmp_path / "export")
+    export_checkpoint(run_dir, tmp_path / "export")
     raw = json.loads((tmp_path / "export" / "config.json").read_text())["architecture"]
     exported = GPT(decode(GPTConfig, raw)).double()
     weights = load_file(tmp_path / "export" / "model.safetensors")

@@ -55,7 +55,7 @@ def list_operators() -> dict[str, Operator]:
     """Return every attention by name, as a function of q, k and v, or log_v."""
     operators: dict[str, Operator] = {
         "SDPA": partial(scaled_dot_product_attention, is_causal=True),
-        "published": published,
+        "published": attend_as_published,
         "log attention": log_attention,
         "log attention, gates": lambda q, k, v: log_attention(q, k, v, logsigmoid(k[..., :1] + 4)),
         "linear attention": partial(log_attention, form=LINEAR),
@@ -65,7 +65,7 @@ def list_operators() -> dict[str, Operator]:
     return operators
 
 
-def published(q: Tensor, k: Tensor, log_v: Tensor) -> Tensor:
+def attend_as_published(q: Tensor, k: Tensor, log_v: Tensor) -> Tensor:
     """Heinsen 2024 (arXiv 2404.05843), eqs. 4-6, with all T x d_k x d_v latent sums in memory."""
     log_s = (k.unsqueeze(-1) + log_v.unsqueeze(-2)).logcumsumexp(2)  # (B, H, T, d_k, d_v)
     log_z = k.logcumsumexp(2)

@@ -52,7 +52,7 @@ class BenchConfig(Settings, defaults="bench"):
     positions: Items[PositiveInt] = Field(min_length=1)
 
 
-def bench(options: BenchConfig) -> None:
+def run_benchmarks(options: BenchConfig) -> None:
     """Measure each kind of `what` in turn, and write the file `out` anew after each.
 
     Raises:

@@ -33,7 +33,7 @@ from tools.convert.hugging_face.gpt2 import (
 _HERE = Path(__file__).resolve().parent
 
 
-def export(checkpoint: Path, out_dir: Path) -> None:
+def export_checkpoint(checkpoint: Path, out_dir: Path) -> None:
     """Write the whole folder, or nothing.
 
     Raises:
