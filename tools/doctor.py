@@ -75,7 +75,9 @@ def examine_machine(training: bool) -> None:
         rows |= attempt("a training step", lambda: time_training(config, compute))
     # What was found, and what to do about it.
     lines = [*find_faults(), *problems]
-    print_table("this machine", [{"what": name, "found": value} for name, value in rows.items()])
+    if rows:
+        found = [{"what": name, "found": value} for name, value in rows.items()]
+        print_table("this machine", found)
     for line in lines or ["nothing is wrong"]:
         say(f"- {line}")
     if problems:
