@@ -119,7 +119,7 @@ def test_it_can_be_tuned_on_conversations(folder, tmp_path, make_dataset, comman
         (config(model_type="llama"), "model_type='llama': Input should be 'gpt2'"),
         (config(layer_norm_epsilon=1e-6), "layer_norm_epsilon=1e-06: Input should be greater than or equal to 0.00001"),
         (config(tie_word_embeddings=False), "tie_word_embeddings=False"),
-        (config(n_inner=17), "'transformer.h.0.mlp.c_fc.weight' has the shape"),
+        (config(n_inner=17), "transformer.h.0.mlp.c_fc.weight has the shape"),
         (config(vocab_size=200), "has a tokenizer with 257 ids, but the model has only 200"),
         (file("config.json", b"[]"), "does not describe a GPT2LMHeadModel like GPT-2: Input should be a valid"),
         (weights(lambda t: t.pop("transformer.wpe.weight")), "'transformer.wpe.weight' is missing"),
