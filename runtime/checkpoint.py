@@ -24,6 +24,7 @@ import shutil
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -51,6 +52,7 @@ from runtime.state import (
 )
 from runtime.tensor_file import Expected, load_tensors, save_file
 
+_delete = partial(shutil.rmtree, ignore_errors=True)
 _NAME = re.compile(r"step-\d{8,18}")
 _LARGEST_STATE = 2**22  # bytes: it may name the weights of many sets
 _FILES = (
@@ -151,12 +153,8 @@ def _all(run_dir: Path) -> list[Path]:
     """The run's checkpoints, by step."""
     folder = run_dir / "checkpoints"
     inside = folder.iterdir() if folder.is_dir() else ()
-    checkpoints = [path for path in inside if _NAME.fullmatch(path.name) and _is_folder(path)]
+    checkpoints = [path for path in inside if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(checkpoints, key=_step_of)
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
 
 
 def _step_of(path: Path) -> int:
@@ -340,7 +338,7 @@ def save_checkpoint(
         path.parent.mkdir(parents=True, exist_ok=True)
         for folder in (run_dir, run_dir.absolute().parent):
             sync_directory(folder)
-        _clear(temp_dir)
+        _delete(temp_dir)
         temp_dir.mkdir()
         for name, file_tensors in tensors.items():
             save_file(dict(file_tensors), temp_dir / f"{name}.safetensors")
@@ -354,7 +352,7 @@ def save_checkpoint(
         os.rename(temp_dir, path)
         sync_directory(path.parent)
     except OSError:
-        _clear(temp_dir)  # makes room on a full disk
+        _delete(temp_dir)  # makes room on a full disk
         raise
     return path
 
@@ -373,7 +371,7 @@ def delete_old_checkpoints(
     folder = run_dir / "checkpoints"
     paths = _all(run_dir)
     for leftover in folder.glob("*.tmp"):
-        _clear(leftover)
+        _delete(leftover)
     whole = [path for path in paths if path not in damaged]
     best = None if state.best_step is None else checkpoint_path(run_dir, state.best_step)
     if best not in whole and (folder / "best").is_file():
@@ -398,18 +396,9 @@ def _point(pointer: Path, path: Path) -> None:
 def _remove(path: Path) -> None:
     """Delete a checkpoint. A crash leaves it whole, or as leftovers for the next save to delete."""
     leftover = path.with_name(path.name + ".old.tmp")
-    _clear(leftover)
+    _delete(leftover)
     os.rename(path, leftover)
-    _clear(leftover)
-
-
-def _clear(path: Path) -> None:
-    """Delete a folder, or any other file: on a pipe, shutil.rmtree would wait forever."""
-    if _is_folder(path):
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink()
+    _delete(leftover)
 
 
 class Saver:
