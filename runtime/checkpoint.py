@@ -183,6 +183,7 @@ def open_checkpoint(
         UserError: there is no checkpoint, one of `files` is missing or damaged, or it has another
             format version.
     """
+    # A run directory, a checkpoint in it, or a file that names one?
     path = Path(path).expanduser()
     if path.name == "checkpoints" and path.is_dir():
         path = path.parent
@@ -200,6 +201,7 @@ def open_checkpoint(
                 "give a run directory or a step-... folder"
             )
         path = path.parent / name
+    # A checkpoint is opened as it is; of a run, the newest that is whole.
     if (path / "train-00000.bin").exists():
         raise UserError(
             f"{key}={path} is a dataset: give the directory of a run that was trained on it"
@@ -340,6 +342,7 @@ def save_checkpoint(
             sync_directory(folder)
         _delete(temp_dir)
         temp_dir.mkdir()
+        # Each file is on disk before the manifest has its sum, and all of them before the rename.
         for name, file_tensors in tensors.items():
             save_file(dict(file_tensors), temp_dir / f"{name}.safetensors")
         save_tokenizer(tokenizer, temp_dir / "tokenizer.json")
@@ -347,6 +350,7 @@ def save_checkpoint(
         sums = {file: sha256_file(temp_dir / file) for file in _FILES}
         manifest = Digests(format_version=FORMAT_VERSION, sha256=sums).model_dump()
         write_json(temp_dir / "manifest.json", manifest)  # which also syncs the names in its folder
+        # The checkpoint appears under its name at once.
         if path.exists():  # it is damaged
             _remove(path)
         os.rename(temp_dir, path)
@@ -447,6 +451,7 @@ class Saver:
         self.wait()
         self.check()
         world = self._world
+        # Every process has random numbers of its own.
         random = torch.stack(world.gather(random_state(world.device).to(world.device)))
         for file, named in {**tensors, "random": {RANDOM: random}}.items():
             copies = self._copies.setdefault(file, {})
@@ -463,6 +468,7 @@ class Saver:
             return
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # finishes the copies into pinned memory
+        # The thread writes the copies while training continues.
         state = state.model_copy(update={"processes": world.size, "device": world.device.type})
         self._step = state.step
         self.saved_step = None

@@ -62,10 +62,12 @@ def load_tensors(
         with _opened(path) as file:
             for name in file.keys():  # noqa: SIM118 (it is no dictionary)
                 stored[name] = file.get_tensor(name)  # mapped: nothing is read yet
+    # The names must be the expected ones.
     odd = sorted(expected.keys() ^ stored.keys())
     if odd:
         problem = "missing" if odd[0] in expected else "unknown"
         raise UserError(f"{wrong}{odd[0][:80]!r} is {problem}")
+    # Shapes and types must be, before anything is read.
     tensors = {}
     for name, (shape, dtypes) in expected.items():
         tensor = stored[name]
