@@ -167,7 +167,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
         n_batches = config.batches or state.eval_batches
     if n_batches is not None:
         n_windows = n_batches * max(1, state.batch_tokens // seq_len)
-    windows = eval_batches(stream, seq_len, n_windows, config.stride)
+    windows = eval_batches(stream, seq_len, n_windows, config.stride, loss)
     return Evaluation(config, loaded, windows, contexts, n_batches)
 
 
@@ -215,7 +215,7 @@ def evaluate(evaluation: Evaluation, world: World) -> JsonDict:
     largest_first = sorted(losses_by_set, key=lambda item: -item[1].tokens)
     *losses_of_bins, _ = by_position.losses(world)
     positions = by_position.rows(losses_of_bins)
-    if windows.stream.loss == "answers":
+    if windows.loss == "answers":
         positions = []  # a position in a row of several conversations says nothing
     return {
         **evaluation.loaded.describe(),

@@ -163,21 +163,21 @@ def open_data(
     if config.eval.prompt is not None:
         read_prompt(config.eval.prompt, tokenizer, config.model.max_len)
     # Open both splits.
-    train = TokenStream(folder, manifest, "train", config.data.loss)
-    val = TokenStream(folder, manifest, "val", config.data.loss)
+    train = TokenStream(folder, manifest, "train")
+    val = TokenStream(folder, manifest, "val")
     if val.n_tokens < 2:
         raise UserError(
             f"dataset_dir={folder} has no text in its split val: prepare it with val_tokens"
         )
     # With epochs, the number of rows decides how many steps there are.
-    rows = open_rows(train, config.seq_len)
+    rows = open_rows(train, config.seq_len, config.data.loss)
     config = config.for_rows(len(rows))
     batches = TrainBatches(rows, config.batch_size, config.seed)
     # Evaluate all of the validation split, or batches spread over it.
     n_windows = None
     if config.eval.batches is not None:
         n_windows = config.eval.batches * config.batch_size
-    windows = eval_batches(val, config.seq_len, n_windows)
+    windows = eval_batches(val, config.seq_len, n_windows, loss=config.data.loss)
     return config, manifest, tokenizer, batches, windows
 
 
