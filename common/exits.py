@@ -16,7 +16,7 @@ WRONG_OPTIONS = 2
 
 at_once = False
 """True: Python ends without waiting for threads of other packages, which may never end. Set by a
-tracker whose library failed; the only state here."""
+tracker whose library failed."""
 
 lost_process = False
 """True: this process ends because another one is lost."""

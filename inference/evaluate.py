@@ -144,7 +144,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
             "prepare the dataset with the model's tokenizer"
         )
     loss = state.data.loss if made_with.markers else "all"
-    stream = TokenStream(dataset_dir, manifest, config.split, loss)
+    stream = TokenStream(dataset_dir, manifest, config.split)
     if stream.n_tokens < 2:
         raise UserError(
             f"dataset_dir={dataset_dir} has no text in its split {config.split}: "
@@ -160,7 +160,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
             "stride and contexts are for texts, and this loss is on the answers of conversations: "
             "leave them out, or give dataset_dir= of a text"
         )
-    contexts = _choose_contexts(config, loaded, stream, seq_len)
+    contexts = _choose_contexts(config, loaded, stream, seq_len, loss)
     n_batches = None
     n_windows = None
     if config.batches != "all":
@@ -172,7 +172,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
 
 
 def _choose_contexts(
-    config: EvaluateConfig, loaded: Loaded, stream: TokenStream, seq_len: int
+    config: EvaluateConfig, loaded: Loaded, stream: TokenStream, seq_len: int, loss: str
 ) -> list[int]:
     """Return the lengths of contexts to measure.
 
@@ -181,7 +181,7 @@ def _choose_contexts(
     """
     longest = loaded.gpt.config.max_len or max(seq_len, stream.n_tokens)
     contexts = config.contexts or []
-    if stream.loss == "all":  # rows of conversations are padded
+    if loss == "all":  # rows of conversations are padded
         longest = min(longest, stream.n_tokens - 1)
         if config.contexts is None:
             contexts = [context for context in _CONTEXTS if context <= longest]
@@ -222,7 +222,7 @@ def evaluate(evaluation: Evaluation, world: World) -> JsonDict:
         "dataset_dir": str(windows.stream.dataset_dir),
         "split": config.split,
         "batches": evaluation.batches,
-        "loss_of": windows.stream.loss,
+        "loss_of": windows.loss,
         **describe_loss(loss),
         "seq_len": windows.seq_len,
         "stride": min(config.stride or windows.seq_len, windows.seq_len),

@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import re
+import sys
 import threading
 import time
 import traceback
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from common import exits
 from common.commit import code_digest
 from common.console import console, errors, print_error
 from common.exits import AGAIN, leave_at_once
