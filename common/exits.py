@@ -15,7 +15,8 @@ WRONG_OPTIONS = 2
 """A mistake in the options: the command has not begun its work."""
 
 at_once = False
-"""True: Python ends without waiting for threads of other packages, which may never end."""
+"""True: Python ends without waiting for threads of other packages, which may never end. Set by a
+tracker whose library failed."""
 
 lost_process = False
 """True: this process ends because another one is lost."""

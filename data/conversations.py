@@ -64,8 +64,13 @@ class Conversations:
         """Read the indexes of the split, and the conversations that are longer than a row.
 
         Raises:
-            UserError: an index is damaged, or no answer fits into a row.
+            UserError: there are none, an index is damaged, or no answer fits into a row.
         """
+        if not stream.has_markers:
+            raise UserError(
+                f"data.loss=answers needs conversations, and dataset_dir={stream.dataset_dir} has "
+                "none: prepare it with data=chat, or use data.loss=all"
+            )
         self.stream = stream
         self.seq_len = seq_len
         starts, stops, sets = _documents(stream)

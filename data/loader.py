@@ -95,13 +95,13 @@ class FullWindows(Windows):
 Rows = FullWindows | Conversations
 
 
-def open_rows(stream: TokenStream, seq_len: int) -> Rows:
+def open_rows(stream: TokenStream, seq_len: int, loss: str = "all") -> Rows:
     """Return a split's conversations if the loss is on answers, else its windows.
 
     Raises:
         UserError: the split has no row.
     """
-    if stream.loss == "answers":
+    if loss == "answers":
         return Conversations(stream, seq_len)
     return FullWindows(stream, seq_len)
 
@@ -192,6 +192,11 @@ class EvalBatches:
     def __len__(self) -> int:
         return len(self._numbers)
 
+    @property
+    def loss(self) -> str:
+        """Which tokens are targets: "answers" or "all"."""
+        return "answers" if isinstance(self.all_rows, Conversations) else "all"
+
     def ranges(self, number: int) -> Ranges:
         """Return where a row's targets are in the split."""
         return self.all_rows.ranges(self._numbers[number])
@@ -202,10 +207,14 @@ class EvalBatches:
 
 
 def eval_batches(
-    stream: TokenStream, seq_len: int, n_rows: int | None = None, stride: int | None = None
+    stream: TokenStream,
+    seq_len: int,
+    n_rows: int | None = None,
+    stride: int | None = None,
+    loss: str = "all",
 ) -> EvalBatches:
     """Return a split's conversations if the loss is on answers, else its windows."""
-    if stream.loss == "answers":
+    if loss == "answers":
         return EvalBatches(Conversations(stream, seq_len), n_rows)
     return EvalBatches(Windows(stream, seq_len, stride), n_rows)
 

@@ -283,23 +283,7 @@ class TokenStream:
     Every read opens and closes its file: nothing stays mapped or open during a long run.
     """
 
-    def __init__(
-        self, dataset_dir: Path, manifest: Manifest, split: SplitName, loss: str = "all"
-    ) -> None:
-        """Open a split.
-
-        Args:
-            loss: as data.loss in train.py.
-
-        Raises:
-            UserError: the loss is on answers, and the dataset has none.
-        """
-        if loss == "answers" and not manifest.tokenizer.markers:
-            raise UserError(
-                f"data.loss=answers needs conversations, and dataset_dir={dataset_dir} has none: "
-                "prepare it with data=chat, or use data.loss=all"
-            )
-        self.loss = loss
+    def __init__(self, dataset_dir: Path, manifest: Manifest, split: SplitName) -> None:
         self.dataset_dir = dataset_dir
         self.manifest = manifest
         self.has_markers = bool(manifest.tokenizer.markers)

@@ -148,7 +148,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
         )
     # The split, and which of its tokens count: as in training, if it has conversations.
     loss = state.data.loss if made_with.markers else "all"
-    stream = TokenStream(dataset_dir, manifest, config.split, loss)
+    stream = TokenStream(dataset_dir, manifest, config.split)
     if stream.n_tokens < 2:
         raise UserError(
             f"dataset_dir={dataset_dir} has no text in its split {config.split}: "
@@ -165,7 +165,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
             "stride and contexts are for texts, and this loss is on the answers of conversations: "
             "leave them out, or give dataset_dir= of a text"
         )
-    contexts = _choose_contexts(config, loaded, stream, seq_len)
+    contexts = _choose_contexts(config, loaded, stream, seq_len, loss)
     # As many windows as those batches have in training; None: all.
     n_batches = None
     n_windows = None
@@ -173,12 +173,12 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
         n_batches = config.batches or state.eval_batches
     if n_batches is not None:
         n_windows = n_batches * max(1, state.batch_tokens // seq_len)
-    windows = eval_batches(stream, seq_len, n_windows, config.stride)
+    windows = eval_batches(stream, seq_len, n_windows, config.stride, loss)
     return Evaluation(config, loaded, windows, contexts, n_batches)
 
 
 def _choose_contexts(
-    config: EvaluateConfig, loaded: Loaded, stream: TokenStream, seq_len: int
+    config: EvaluateConfig, loaded: Loaded, stream: TokenStream, seq_len: int, loss: str
 ) -> list[int]:
     """Return the lengths of contexts to measure.
 
@@ -187,7 +187,7 @@ def _choose_contexts(
     """
     longest = loaded.gpt.config.max_len or max(seq_len, stream.n_tokens)
     contexts = config.contexts or []
-    if stream.loss == "all":  # rows of conversations are padded
+    if loss == "all":  # rows of conversations are padded
         longest = min(longest, stream.n_tokens - 1)
         if config.contexts is None:
             contexts = [context for context in _CONTEXTS if context <= longest]
@@ -223,14 +223,14 @@ def evaluate(evaluation: Evaluation, world: World) -> JsonDict:
     largest_first = sorted(losses_by_set, key=lambda item: -item[1].tokens)
     *losses_of_bins, _ = by_position.losses(world)
     positions = by_position.rows(losses_of_bins)
-    if windows.stream.loss == "answers":
+    if windows.loss == "answers":
         positions = []  # a position in a row of several conversations says nothing
     return {
         **evaluation.loaded.describe(),
         "dataset_dir": str(windows.stream.dataset_dir),
         "split": config.split,
         "batches": evaluation.batches,
-        "loss_of": windows.stream.loss,
+        "loss_of": windows.loss,
         **describe_loss(loss),
         "seq_len": windows.seq_len,
         "stride": min(config.stride or windows.seq_len, windows.seq_len),

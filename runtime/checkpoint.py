@@ -24,6 +24,7 @@ import shutil
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -51,6 +52,7 @@ from runtime.state import (
 )
 from runtime.tensor_file import Expected, load_tensors, save_file
 
+_delete = partial(shutil.rmtree, ignore_errors=True)
 _NAME = re.compile(r"step-\d{8,18}")
 _LARGEST_STATE = 2**22  # bytes: it may name the weights of many sets
 _FILES = (
@@ -151,12 +153,8 @@ def _all(run_dir: Path) -> list[Path]:
     """The run's checkpoints, by step."""
     folder = run_dir / "checkpoints"
     inside = folder.iterdir() if folder.is_dir() else ()
-    checkpoints = [path for path in inside if _NAME.fullmatch(path.name) and _is_folder(path)]
+    checkpoints = [path for path in inside if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(checkpoints, key=_step_of)
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
 
 
 def _step_of(path: Path) -> int:
@@ -185,6 +183,7 @@ def open_checkpoint(
         UserError: there is no checkpoint, one of `files` is missing or damaged, or it has another
             format version.
     """
+    # A run directory, a checkpoint in it, or a file that names one?
     path = Path(path).expanduser()
     if path.name == "checkpoints" and path.is_dir():
         path = path.parent
@@ -202,6 +201,7 @@ def open_checkpoint(
                 "give a run directory or a step-... folder"
             )
         path = path.parent / name
+    # A checkpoint is opened as it is; of a run, the newest that is whole.
     if (path / "train-00000.bin").exists():
         raise UserError(
             f"{key}={path} is a dataset: give the directory of a run that was trained on it"
@@ -340,8 +340,9 @@ def save_checkpoint(
         path.parent.mkdir(parents=True, exist_ok=True)
         for folder in (run_dir, run_dir.absolute().parent):
             sync_directory(folder)
-        _clear(temp_dir)
+        _delete(temp_dir)
         temp_dir.mkdir()
+        # Each file is on disk before the manifest has its sum, and all of them before the rename.
         for name, file_tensors in tensors.items():
             save_file(dict(file_tensors), temp_dir / f"{name}.safetensors")
         save_tokenizer(tokenizer, temp_dir / "tokenizer.json")
@@ -349,12 +350,13 @@ def save_checkpoint(
         sums = {file: sha256_file(temp_dir / file) for file in _FILES}
         manifest = Digests(format_version=FORMAT_VERSION, sha256=sums).model_dump()
         write_json(temp_dir / "manifest.json", manifest)  # which also syncs the names in its folder
+        # The checkpoint appears under its name at once.
         if path.exists():  # it is damaged
             _remove(path)
         os.rename(temp_dir, path)
         sync_directory(path.parent)
     except OSError:
-        _clear(temp_dir)  # makes room on a full disk
+        _delete(temp_dir)  # makes room on a full disk
         raise
     return path
 
@@ -373,7 +375,7 @@ def delete_old_checkpoints(
     folder = run_dir / "checkpoints"
     paths = _all(run_dir)
     for leftover in folder.glob("*.tmp"):
-        _clear(leftover)
+        _delete(leftover)
     whole = [path for path in paths if path not in damaged]
     best = None if state.best_step is None else checkpoint_path(run_dir, state.best_step)
     if best not in whole and (folder / "best").is_file():
@@ -398,18 +400,9 @@ def _point(pointer: Path, path: Path) -> None:
 def _remove(path: Path) -> None:
     """Delete a checkpoint. A crash leaves it whole, or as leftovers for the next save to delete."""
     leftover = path.with_name(path.name + ".old.tmp")
-    _clear(leftover)
+    _delete(leftover)
     os.rename(path, leftover)
-    _clear(leftover)
-
-
-def _clear(path: Path) -> None:
-    """Delete a folder, or any other file: on a pipe, shutil.rmtree would wait forever."""
-    if _is_folder(path):
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink()
+    _delete(leftover)
 
 
 class Saver:
@@ -458,6 +451,7 @@ class Saver:
         self.wait()
         self.check()
         world = self._world
+        # Every process has random numbers of its own.
         random = torch.stack(world.gather(random_state(world.device).to(world.device)))
         for file, named in {**tensors, "random": {RANDOM: random}}.items():
             copies = self._copies.setdefault(file, {})
@@ -474,6 +468,7 @@ class Saver:
             return
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # finishes the copies into pinned memory
+        # The thread writes the copies while training continues.
         state = state.model_copy(update={"processes": world.size, "device": world.device.type})
         self._step = state.step
         self.saved_step = None

@@ -131,6 +131,7 @@ def choose_compute(config: DeviceConfig) -> Compute:
     Raises:
         UserError: torch sees no GPU, and runtime.device is cuda, or it is auto and there is one.
     """
+    # The device. A GPU that cannot be used is an error: training on the CPU would take days.
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError(
             "runtime.device=cuda, but torch sees no GPU here: use runtime.device=cpu or auto"
@@ -145,9 +146,11 @@ def choose_compute(config: DeviceConfig) -> Compute:
     device = torch.device("cuda" if uses_gpu else "cpu")
     if device.type == "cpu":
         keep_freed_memory()
+    # The dtype.
     name = config.dtype
     if name == "auto":
         name = "bfloat16" if is_bfloat16_fast(device) else "float32"
+    # Whether operations give the same bits in every run.
     deterministic = config.deterministic
     if deterministic == "auto":
         deterministic = device.type == "cpu"
@@ -160,6 +163,7 @@ def choose_compute(config: DeviceConfig) -> Compute:
     # For debugging, and slow.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.set_float32_matmul_precision("high")
+    # What else a forward pass needs to know.
     sequence_chunk = config.sequence_chunk if isinstance(config, RuntimeConfig) else None
     kernels.enabled = config.kernels
     proof = config.proof and device.type == "cuda"

@@ -5,10 +5,11 @@ import gc
 import json
 import os
 import re
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,28 +25,18 @@ from torch.nn.parallel import DistributedDataParallel
 from common import exits
 from common.commit import code_digest
 from common.console import console, errors, print_error
-from common.exits import AGAIN
+from common.exits import AGAIN, leave_at_once
 from common.settings import JsonDict, UserError, differences
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# Found in the messages of gloo's RuntimeErrors when another process is gone or does not answer.
-_LOST = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection refused",
-    "Broken pipe",
-    "Timed out",
-)
-# The same in the messages of NCCL's errors; its other errors are this process's own.
-_LOST_BY_NCCL = (
-    *_LOST,
-    "ncclRemoteError",
-    "remote process exited",
-    "was aborted",
-    "timeout",
-    "Timeout",
+# In an error of gloo or NCCL, this says that another process is gone or does not answer: the file
+# of gloo that handles a connection, and NCCL's words. Other errors are this process's own.
+_LOST_BY_GLOO = re.compile(r"/gloo/transport/\S*(pair|buffer)\.cc")
+_LOST_BY_NCCL = re.compile(
+    "ncclRemoteError|remote process exited|was aborted|[Tt]imeout|Timed out"
+    "|Connection (closed|reset|refused)|Broken pipe"
 )
 
 LAUNCHED_HERE = "this-machine"
@@ -273,6 +264,7 @@ def join_world(device: torch.device, timeout: timedelta = _DEFAULT_TIMEOUT) -> I
     store: dist.Store | None = None
     abort = False
     try:
+        # Meet the others, and train in their world.
         store = _connect(rank, size, timeout)
         _form_group(store, device, rank, size, timeout)
         yield World(device, rank, size, timeout)
@@ -283,8 +275,10 @@ def join_world(device: torch.device, timeout: timedelta = _DEFAULT_TIMEOUT) -> I
         abort = device.type == "cuda" and not stops_on_request
         if _is_lost_peer(error):
             _end_after_loss(error, store, rank)
+        # Tell the others, which lose this process now, that a person must see its message.
         if store is not None and not stops_on_request:
-            _ask(partial(store.set, "failed", str(rank)))
+            with contextlib.suppress(RuntimeError):  # it has ended with its process
+                store.set("failed", str(rank))
         raise
     finally:
         _leave_group(abort)
@@ -320,18 +314,23 @@ def _end_after_loss(error: BaseException, store: dist.Store | None, rank: int) -
     exits.lost_process = True
     if is_launched_here():
         time.sleep(_SECONDS_FOR_PARENT)
-        exits.at_once = True
-        exits.leave(AGAIN)
-    if store is not None and _ask(partial(store.check, ["failed"])):
-        failed = int(store.get("failed"))
-        print_error(f"process {rank} stops: process {failed} ended with an error, see its message")
-        raise SystemExit(1) from None
+        sys.stdout.flush()
+        os._exit(AGAIN)
     # Without torch's file names and advice.
     reason = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
-    print_error(
-        f"rank {rank} lost contact with another process ({reason}): start the same command again"
-    )
-    raise SystemExit(AGAIN) from None
+    line = f"rank {rank} lost contact with another process ({reason}): start the same command again"
+    # The store of a process that is suspended never answers.
+    in_vain = threading.Timer(_ANSWER_SECONDS, leave_at_once, (AGAIN, line))
+    in_vain.start()
+    status = AGAIN
+    with contextlib.suppress(RuntimeError):  # the store has ended with its process
+        if store is not None and store.check(["failed"]):
+            failed = int(store.get("failed"))
+            line = f"process {rank} stops: process {failed} ended with an error, see its message"
+            status = 1
+    in_vain.cancel()
+    print_error(line)
+    raise SystemExit(status) from None
 
 
 def _leave_group(abort: bool) -> None:
@@ -354,9 +353,9 @@ def _hosts_store(rank: int) -> bool:
 
 def _leave_store(store: dist.Store, rank: int, size: int) -> None:
     """Say that this process is done. Its host waits for the others, as long as _KEEP_STORE."""
-    _ask(partial(store.set, f"done/{rank}", ""))
-    if _hosts_store(rank):
-        with contextlib.suppress(RuntimeError):  # one is lost, or late
+    with contextlib.suppress(RuntimeError):  # the store has ended, or a process is lost or late
+        store.set(f"done/{rank}", "")
+        if _hosts_store(rank):
             store.wait([f"done/{index}" for index in range(size)], _KEEP_STORE)
 
 
@@ -374,22 +373,6 @@ def _refuse_differences(values: list[JsonDict]) -> None:
             )
 
 
-def _ask(request: Callable[[], Any]) -> Any:
-    """The store's answer to a request; None: it has ended with its process, or does not answer."""
-    answers = []
-
-    def wait_for_answer() -> None:
-        with contextlib.suppress(RuntimeError):
-            answers.append(request())
-
-    # In a thread, because the store of a process that is suspended never answers.
-    thread = threading.Thread(target=wait_for_answer, daemon=True)
-    thread.start()
-    thread.join(_ANSWER_SECONDS)
-    exits.at_once |= thread.is_alive()
-    return answers[0] if answers else None
-
-
 def _read_environment() -> tuple[int, int]:
     """RANK and WORLD_SIZE, after checking that all variables of a process group are set."""
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -399,15 +382,7 @@ def _read_environment() -> tuple[int, int]:
             f"several processes need {', '.join(needed)}, and {', '.join(missing)} is not set: "
             "start with torchrun or scripts/slurm/train.sbatch, or set none of them"
         )
-    size = _number_in_environment("WORLD_SIZE", 2**31)
-    return _number_in_environment("RANK", size), size
-
-
-def _number_in_environment(name: str, below: int) -> int:
-    text = os.environ.get(name, "0")
-    if not text.isdecimal() or int(text) >= below:
-        raise UserError(f"{name}={text} in the environment: give a whole number below {below}")
-    return int(text)
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def _device_of_rank(device: torch.device) -> torch.device:
@@ -416,7 +391,7 @@ def _device_of_rank(device: torch.device) -> torch.device:
         return device
     n_gpus = torch.cuda.device_count()
     # Some launchers show each process only its own GPU.
-    index = 0 if n_gpus == 1 else _number_in_environment("LOCAL_RANK", 2**31)
+    index = 0 if n_gpus == 1 else int(os.environ.get("LOCAL_RANK", "0"))
     if index >= n_gpus:
         raise UserError(
             f"LOCAL_RANK={index}, but torch sees {n_gpus} GPUs here: start one process for each GPU"
@@ -434,7 +409,7 @@ def _connect(rank: int, size: int, timeout: timedelta) -> dist.Store:
     """
     hosts_store = _hosts_store(rank)
     host = os.environ["MASTER_ADDR"]
-    port = _number_in_environment("MASTER_PORT", 2**16)
+    port = int(os.environ["MASTER_PORT"])
     line = f"waiting for the others of {size} processes at MASTER_ADDR={host} MASTER_PORT={port}"
     late = threading.Timer(_LATE_SECONDS, errors.print, (line,))
     late.start()
@@ -457,10 +432,10 @@ def _connect(rank: int, size: int, timeout: timedelta) -> dist.Store:
 def _is_lost_peer(error: BaseException) -> bool:
     """Whether the error means that another process is gone or cannot be reached."""
     if isinstance(error, dist.DistBackendError):
-        return any(words in str(error) for words in _LOST_BY_NCCL)
+        return _LOST_BY_NCCL.search(str(error)) is not None
     if isinstance(error, dist.DistError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
+    return isinstance(error, RuntimeError) and _LOST_BY_GLOO.search(str(error)) is not None
 
 
 def _forget_frames(error: BaseException | None) -> None:

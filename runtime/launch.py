@@ -127,6 +127,7 @@ def launch_processes(n: int, run: Callable[[S], T], settings: S) -> T:
     place = _meeting_place() if n > 1 else None
     if place is None:
         return run(settings)
+    # Configure torch's launcher for this machine alone.
     loopback, port = place
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):  # we say what matters
         logging.getLogger(name).propagate = False
@@ -150,6 +151,7 @@ def launch_processes(n: int, run: Callable[[S], T], settings: S) -> T:
             signals_to_handle="SIGQUIT",  # others are the command's
             logs_specs=DefaultLogsSpecs(folder),
         )
+        # Start the processes, and wait for all of them.
         try:
             results = elastic_launch(config, _work)(loopback, run, settings)
         except ChildFailedError as error:

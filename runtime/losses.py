@@ -141,12 +141,14 @@ def window_losses(
     Iterate to the end: the model is in evaluation mode until then.
     """
     gpt.eval()
+    # All processes together read so many windows at once.
     micro_batch = min(micro_batch, ceil_div(len(windows), world.size))
     together = world.size * micro_batch
     chunk = min(chunk or windows.seq_len, windows.seq_len)
     title = f"evaluating windows of {windows.seq_len:,}: tokens"
     with Track(title, len(windows) * windows.seq_len) as track:
         for first in range(0, len(windows), together):
+            # Read this process's share of them.
             n_rows = min(together, len(windows) - first)
             start = first + world.rank * micro_batch
             batch = windows.rows(start, min(start + micro_batch, len(windows)))
@@ -162,6 +164,7 @@ def window_losses(
                 chunk_here = 1
             token_ids = token_ids.to(world.device)
             targets = targets.to(world.device)
+            # Compute their losses, a chunk at a time.
             losses_of_chunks = []
             with torch.no_grad(), compute.autocast():
                 for losses in _losses_in_chunks(gpt, token_ids, targets, chunk_here):

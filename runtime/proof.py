@@ -85,6 +85,8 @@ def prove_gradients(
     def difference() -> Difference:
         expected = []
         off = []
+        # For each eighth of the targets: the gradient in plain torch, times -1, to which the
+        # configured form adds its own. What remains is the difference.
         for group in _groups(targets):
             group = group.to(world.device)
             plain_loss, plain = _subtract_plain_gradients(gpt, ids, group)
@@ -249,6 +251,7 @@ def prove_logits(gpt: GPT, compute: Compute, autocast: bool) -> None:
     if is_right is not None:
         kernels.enabled &= is_right
         return
+    # Compute the logits of a short text in plain torch, in float32.
     length = min(_TEXT, gpt.config.max_len or _TEXT)
     n_ids = min(gpt.config.n_vocab, 16)  # so few that strings occur again
     ids = torch.randint(n_ids, (1, length), generator=torch.Generator().manual_seed(0))

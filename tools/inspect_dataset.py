@@ -14,7 +14,7 @@ from common.command_line import Items
 from common.console import say, show_table, table_of
 from common.settings import UserError, printable
 from data.chat import answer_targets
-from data.conversations import Ranges
+from data.conversations import Conversations, Ranges
 from data.documents import documents_in
 from data.loader import TrainBatches, open_rows
 from data.prepare.finish import sets_table
@@ -57,12 +57,10 @@ def inspect_dataset(
             )
         batches = _open_batches(run_dir, dataset_dir, manifest, state)
         rows = [batches.rows.ranges(row) for row in batches.numbers(step - 1).tolist()]
-        _show(batches.rows.stream, rows, tokens)
+        _show(batches.rows.stream, rows, tokens, isinstance(batches.rows, Conversations))
         return
     # Windows at given places and at random ones, or else the sets.
     stream = TokenStream(dataset_dir, manifest, split)
-    if stream.has_markers:
-        stream.loss = "answers"
     starts = window + [randrange(max(1, stream.n_tokens)) for _ in range(random)]
     for start in starts:
         if not 0 <= start < stream.n_tokens:
@@ -70,7 +68,8 @@ def inspect_dataset(
                 f"token {start} is not in '{split}', which has {stream.n_tokens:,} tokens: "
                 "give a lower number"
             )
-        _show(stream, [[(start, min(start + tokens, stream.n_tokens))]], tokens)
+        ranges = [(start, min(start + tokens, stream.n_tokens))]
+        _show(stream, [ranges], tokens, stream.has_markers)
     if not starts:
         show_table(sets_table(manifest))
 
@@ -83,19 +82,20 @@ def _open_batches(
             f"{dataset_dir} is not what {run_dir} was trained on: give "
             f"dataset_dir={state.dataset_dir}, or prepare that again as it was"
         )
-    stream = TokenStream(dataset_dir, manifest, "train", state.data.loss)
-    batches = TrainBatches(open_rows(stream, state.seq_len), state.batch_size, state.seed)
+    stream = TokenStream(dataset_dir, manifest, "train")
+    rows = open_rows(stream, state.seq_len, state.data.loss)
+    batches = TrainBatches(rows, state.batch_size, state.seed)
     if state.data.mixture is not None:
         batches.mix(state.data.mixture)
     return batches
 
 
-def _show(stream: TokenStream, rows: list[Ranges], n_tokens: int) -> None:
+def _show(stream: TokenStream, rows: list[Ranges], n_tokens: int, on_answers: bool) -> None:
     """Show the documents behind rows, and the first `n_tokens` of each as text."""
     names = load_tokenizer(stream.dataset_dir / TOKENIZER).tokens
-    texts = [row_text(stream, ranges, n_tokens, names) for ranges in rows]
+    texts = [row_text(stream, ranges, n_tokens, names, on_answers) for ranges in rows]
     show_table(documents_table(stream, rows))
-    if stream.loss == "answers":
+    if on_answers:
         say("⟦ and ⟧ enclose the targets: the answers that are trained")
     for row, text in enumerate(texts):
         if len(texts) > 1:
@@ -105,7 +105,13 @@ def _show(stream: TokenStream, rows: list[Ranges], n_tokens: int) -> None:
         say(text)
 
 
-def row_text(stream: TokenStream, ranges: Ranges, n_tokens: int, tokens: Sequence[bytes]) -> str:
+def row_text(
+    stream: TokenStream,
+    ranges: Ranges,
+    n_tokens: int,
+    tokens: Sequence[bytes],
+    on_answers: bool,
+) -> str:
     """Return the text of the first `n_tokens` tokens of a row, with control characters escaped.
 
     With the loss on answers, ⟦ and ⟧ enclose the targets.
@@ -118,7 +124,7 @@ def row_text(stream: TokenStream, ranges: Ranges, n_tokens: int, tokens: Sequenc
         stop = min(stop, start + n_tokens)
         n_tokens -= stop - start
         marked = np.zeros(stop - start, bool)
-        if stream.loss == "answers":
+        if on_answers:
             marked = _are_targets(stream, start, stop)
         ids = stream.read(start, stop).tolist()
         for is_target, group in groupby(zip(ids, marked, strict=True), itemgetter(1)):

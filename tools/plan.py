@@ -16,7 +16,7 @@ from data.shards import read_manifest, token_dtype
 from model.gpt import GPT
 from runtime.device import Compute, is_bfloat16_fast
 from runtime.gpus import DEVICES, device_by_name, device_of_gpu
-from tools.step_memory import Memory, memory_of
+from tools.step_memory import Memory, means_per_parameter, memory_of
 from trainer.config import TrainConfig
 from trainer.micro_batch import SPARE, find_largest_fit
 
@@ -92,7 +92,7 @@ def plan_run(config: PlanConfig) -> JsonDict:
     memory = memory_of(gpt, config, target.compute, config.n_device, micro_batch)
     flops_per_token = gpt.flops_per_token(config.seq_len)
     # A checkpoint has the weights, and the optimizer's state of each.
-    n_stored = gpt.n_params() * (1 + config.optim.means(gpt))
+    n_stored = gpt.n_params() * (1 + means_per_parameter(gpt, config))
     return {
         "device": {"memory": target.memory},
         "model": {

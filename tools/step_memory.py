@@ -20,6 +20,7 @@ from model.layers import PRODUCTS, Recompute
 from model.ops import linear_cross_entropy
 from runtime.device import Compute
 from trainer.config import TrainConfig
+from trainer.optim import block_matrices
 
 _MEASURED_TOKENS = 512
 """Longest sequence that is measured; longer ones keep more in proportion."""
@@ -150,8 +151,16 @@ def memory_of(
         fsdp=config.runtime.strategy == "fsdp",
         recompute=config.runtime.recompute,
         accumulated=micro_batch < config.share_of(n_device),
-        means=config.optim.means(gpt),
+        means=means_per_parameter(gpt, config),
     )
+
+
+def means_per_parameter(gpt: GPT, config: TrainConfig) -> float:
+    """Numbers of the optimizer's state for each parameter: two, or one of Muon's matrices."""
+    n_weights = 0
+    if config.optim.name == "muon":
+        n_weights = sum(layer.weight.numel() for layer in block_matrices(gpt))
+    return 2.0 - n_weights / gpt.n_params()
 
 
 def _linear(module: nn.Module) -> list[nn.Linear]:

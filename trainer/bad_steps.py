@@ -1,31 +1,21 @@
 """Steps whose loss or gradient is not finite: they halt the run, or are skipped."""
 
-from collections.abc import Iterable
-
-from torch import Tensor
-
 from common.console import warn
 from common.settings import JsonDict, UserError
-from runtime.distributed import World
 from trainer.start import TrainingRun
-
-
-def _first_not_finite(named: Iterable[tuple[str, Tensor]], world: World) -> list[str]:
-    """Names of the first three parameters whose gradient is not finite. All processes call this."""
-    names = []
-    for name, p in named:
-        if p.grad is not None and not world.unshard(p.grad).isfinite().all():
-            names.append(name)
-    return names[:3]
 
 
 def skip_step(run: TrainingRun, reason: str) -> JsonDict:
     """Skip a bad step, and return its line; UserError: the run must halt (runtime.on_nonfinite)."""
     config = run.config
     step = run.state.step + 1
-    not_finite = _first_not_finite(run.gpt.named_parameters(), run.world)
+    # Name the first gradients that are not finite. All processes gather each of them.
+    not_finite = []
+    for name, p in run.gpt.named_parameters():
+        if p.grad is not None and not run.world.unshard(p.grad).isfinite().all():
+            not_finite.append(name)
     if not_finite:
-        reason = f"{reason} (first gradients not finite: {', '.join(not_finite)})"
+        reason = f"{reason} (first gradients not finite: {', '.join(not_finite[:3])})"
     run.optimizer.zero_grad()
     n_before = 0  # bad steps in a row before this one
     while step - n_before - 1 in run.state.skipped_steps:

@@ -93,6 +93,7 @@ class TrainConfig(FixedSettings, defaults="train"):
 
     @model_validator(mode="after")
     def _settings_fit(self) -> "TrainConfig":
+        # The length of the run, and the size of its batches.
         if self.epochs is not None and self.data.mixture is not None:
             raise ValueError("epochs does not work with data.mixture: give max_steps instead")
         if self.batch_tokens % self.seq_len:
@@ -103,10 +104,12 @@ class TrainConfig(FixedSettings, defaults="train"):
             )
         if self.runtime.context_parallel > 1:
             self._check_shared_sequences(self.runtime.context_parallel)
+        # The folder.
         if self.run_dir == Path():
             raise ValueError(
                 "run_dir is empty, or this folder: give one for the run, such as run_dir=runs/demo"
             )
+        # What the model allows.
         if self.model.max_len is not None and self.seq_len > self.model.max_len:
             positions = f"the {self.model.max_len} learned positions of the model"
             raise ValueError(

@@ -32,6 +32,7 @@ def open_init_from(
     Raises:
         UserError: there is no whole checkpoint, or it has another model or tokenizer.
     """
+    # Its tokenizer must be the run's, or the run's without markers.
     source = open_checkpoint(path, MODEL_FILES, key="init_from")
     trained = load_tokenizer(source.path / "tokenizer.json")
     if not tokenizer.extends(trained.sha256):
@@ -40,6 +41,8 @@ def open_init_from(
         if trained.extends(tokenizer.sha256):
             remedy = "a chat model goes on with data=chat"
         raise UserError(f"{mismatch}, and the dataset has {_described(tokenizer)}: {remedy}")
+    # New markers may need more rows of the embedding. All other settings of the model must be
+    # equal.
     model = source.state.model
     run_settings = config.model_dump(mode="json")
     source_settings = model.model_dump(mode="json")

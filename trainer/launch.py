@@ -24,19 +24,15 @@ def launch_training(config: TrainConfig) -> float | None:
     """Like `fit`, in as many processes as runtime.processes asks for."""
     with logged(config.run_dir / LOG):
         try:
-            return _launch(config)
+            n = n_processes(config)
+            if n == 1:
+                return fit(config)
+            config.tracker.import_packages()
+            with StopSignals(leads=True):
+                return launch_processes(n, fit, config)
         except Exception as error:
             note(f"error: {line_for(error) or traceback.format_exc()}")
             raise
-
-
-def _launch(config: TrainConfig) -> float | None:
-    n = n_processes(config)
-    if n == 1:
-        return fit(config)
-    config.tracker.import_packages()
-    with StopSignals(leads=True):
-        return launch_processes(n, fit, config)
 
 
 class Trained(NamedTuple):

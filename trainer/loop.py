@@ -73,6 +73,7 @@ def train(
     if run.state.step >= config.last_step:
         _say_nothing_to_train(run)
         return run.state.best_val_loss
+    # The batches of later steps are read while a step is taken.
     steps = range(run.state.step, config.last_step)
     stopped = False
     with (
@@ -84,6 +85,7 @@ def train(
         TrainingProgress(config.last_step, run.state.step) as progress,
     ):
         while run.state.step < config.last_step and not stopped:
+            # Take a step on its batch.
             saver.check()
             started = time.perf_counter()
             result = take_step(run, next(batches), lambda: signals.received is not None)
@@ -92,11 +94,13 @@ def train(
                 if saver.saved_step != run.state.step:
                     _save(run, saver)
                 break
+            # Record it.
             line, stopped = result
             if "loss" in line:
                 line |= _speed(run, time.perf_counter() - started)
             records.write(line)
             progress.take(line)
+            # Evaluate, and save.
             improved = False
             if _is_due(run, config.eval.every):
                 progress.flush()
@@ -165,6 +169,7 @@ def take_step(
     config = run.config
     state = run.state
     step = state.step + 1
+    # Steps are counted from 1, and the schedule counts from 0.
     factor = config.schedule.factor(state.step, config.max_steps)
     config.optim.set_learning_rate(run.optimizer, factor)
     try:
@@ -186,6 +191,7 @@ def take_step(
         ) from error
     if result is None:
         return None
+    # The weights are unchanged: halt, or go on with the next batch.
     if result.refused is not None:
         return skip_step(run, result.refused), result.stop
     run.update(step=step)
@@ -218,6 +224,7 @@ def _evaluate(run: TrainingRun, records: Records) -> bool:
     """
     config = run.config
     step = run.state.step
+    # Measure the loss, in chunks that fit where training used chunks.
     byte_lengths = torch.from_numpy(run.tokenizer.byte_lengths).to(run.world.device)
     chunk = run.compute.sequence_chunk or config.seq_len // run.group.size
     *groups, loss = evaluate_windows(
@@ -227,11 +234,13 @@ def _evaluate(run: TrainingRun, records: Records) -> bool:
         raise UserError(
             f"step {step}: validation loss is {loss.nats}: lower optim.max_lr, and start again"
         )
+    # Write the sample that was asked for.
     text = None
     if config.eval.prompt is not None:
         text = sample_text(
             run.gpt, config.eval.prompt, run.tokenizer, run.compute, run.world, config.seed
         )
+    # Leave out what is not known, such as bits of a text without bytes.
     figures: JsonDict = {
         "val_loss_stderr": loss.stderr,
         "val_loss_groups": [group.per_token for group in groups],
@@ -241,6 +250,7 @@ def _evaluate(run: TrainingRun, records: Records) -> bool:
     }
     known = {key: value for key, value in figures.items() if np.isfinite(value).all()}
     line = run.line(val_loss=loss.per_token, **known)
+    # Record and print them.
     losses = f"{loss.per_token:.4f}{plus_minus(loss.stderr)} nats/token"
     if loss.bytes:
         losses += f", {loss.bits_per_byte:.4f}{plus_minus(loss.bits_stderr)} bits/byte"
@@ -251,6 +261,7 @@ def _evaluate(run: TrainingRun, records: Records) -> bool:
     say(f"step {step}: validation loss{answers} {losses}")
     if text:
         say(f"step {step} writes:\n  | " + text.replace("\n", "\n  | "))
+    # A checkpoint follows if it is the lowest.
     improved = run.state.best_val_loss is None or loss.per_token < run.state.best_val_loss
     if improved:
         run.update(best_val_loss=loss.per_token, best_step=step)

@@ -34,6 +34,7 @@ def choose_micro_batch(
     Raises:
         UserError: not even one sequence fits.
     """
+    # Try in the memory of the whole GPU, with some of it reserved.
     memory = torch.cuda.mem_get_info(world.device)[1]
     params = list(summed_loss.parameters())
 
@@ -61,6 +62,7 @@ def choose_micro_batch(
             # Blocks of this size must not fragment the memory of the next trial.
             torch.cuda.empty_cache()
 
+    # A size must fit in every process.
     with not_compiled(summed_loss):
         chosen = find_largest_fit(lambda size: all(world.exchange(fits(size))), share)
     where = f"the {memory / 1e9:.1f} GB of {device_name(world.device)}"

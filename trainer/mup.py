@@ -69,11 +69,13 @@ def scale_factors(gpt: GPT, tuned: TransferConfig | None) -> dict[Tensor, Scale]
     # These are drawn in proportion to n_embd^-0.5, and should not depend on n_embd.
     as_tuned = Scale(init=width**-0.5)
     factors: dict[Tensor, Scale] = dict.fromkeys(gpt.parameters(), Scale())
+    # Linear layers.
     for module in gpt.modules():
         if isinstance(module, nn.Linear):
             factors[module.weight] = Scale(adamw=width, muon=width**0.5)
             if module.bias is not None:
                 factors[module.bias] = as_tuned
+    # Those that write to the residual stream shrink with the depth, too.
     for block in gpt.blocks:
         init = depth
         if isinstance(block, MLPBlock):
@@ -83,6 +85,7 @@ def scale_factors(gpt: GPT, tuned: TransferConfig | None) -> dict[Tensor, Scale]
                 factors[layer.weight] = Scale(init, width * depth, width**0.5 * depth)
                 if layer.bias is not None:
                     factors[layer.bias] = Scale(adamw=depth)
+    # Embeddings, the output layer and the norm before it.
     factors |= {gpt.embed.weight: as_tuned, gpt.output_weight: as_tuned}
     if gpt.config.norm == "rms":
         if gpt.config.tied and width != 1:

@@ -50,10 +50,6 @@ class AdamWConfig(Settings, defaults="optim/adamw"):
         """
         return self._adamw(gpt, list(gpt.parameters()))
 
-    def means(self, gpt: GPT) -> float:
-        """Numbers of the optimizer's state for each parameter."""
-        return 2.0
-
     def set_learning_rate(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
         """Set the learning rate to `factor` of the highest one."""
         for group in optimizer.param_groups:
@@ -101,9 +97,6 @@ class MuonConfig(AdamWConfig, defaults="optim/muon"):
         matrices = {layer.weight for layer in block_matrices(gpt)}
         adamw = self._adamw(gpt, [p for p in gpt.parameters() if p not in matrices])
         return Muon(self, gpt, adamw, world or World(torch.device("cpu")), dtype)
-
-    def means(self, gpt: GPT) -> float:
-        return 2.0 - sum(layer.weight.numel() for layer in block_matrices(gpt)) / gpt.n_params()
 
 
 OptimConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="name")]

@@ -6,9 +6,11 @@ Each returns a factor of `optim.max_lr`, so that a sweep over max_lr scales the 
 import math
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from common.settings import Settings
+
+Share = Annotated[float, Field(gt=0, lt=1)]
 
 
 class _Schedule(Settings):
@@ -16,22 +18,15 @@ class _Schedule(Settings):
 
     longer: ClassVar[str | None] = "start a run of that length in another run_dir"
     """How to train longer than a finished run without a jump of the rate; None: by max_steps."""
-    warmup_steps: int | float = Field(ge=0, allow_inf_nan=False)
+    warmup_steps: Annotated[int, Field(ge=0)] | Share
     """Steps until the maximum; a number between 0 and 1: this share of the run."""
-
-    @field_validator("warmup_steps")
-    @classmethod
-    def _whole(cls, steps: int | float) -> int | float:
-        if steps > 1 and steps != int(steps):
-            raise ValueError(f"{steps} is not a whole number: give one, or a share below 1")
-        return steps
 
     def warmup(self, max_steps: int) -> int:
         """Steps until the maximum in a run of max_steps: a tenth if warmup_steps do not fit."""
         if 0 < self.warmup_steps < 1:
             return max(1, round(self.warmup_steps * max_steps))
-        fits = self.warmup_steps <= max_steps
-        return int(self.warmup_steps) if fits else max(1, max_steps // 10)
+        steps = int(self.warmup_steps)
+        return steps if steps <= max_steps else max(1, max_steps // 10)
 
     def factor(self, step: int, max_steps: int) -> float:
         """Factor of the maximum at `step`."""
@@ -55,7 +50,7 @@ class OneCycle(_Schedule, defaults="schedule/one_cycle"):
     """
 
     name: Literal["one_cycle"]
-    warmup_steps: int | float = Field(gt=0, allow_inf_nan=False)
+    warmup_steps: Annotated[int, Field(gt=0)] | Share
     """Steps until the maximum; a number below 1: this share of the run."""
     start: float = Field(gt=0, le=1)
     """First learning rate, as a factor of the maximum."""

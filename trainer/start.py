@@ -80,26 +80,32 @@ def open_run(config: TrainConfig, compute: Compute, world: World) -> TrainingRun
     Raises:
         UserError: data, configuration, checkpoint or processes do not fit each other.
     """
+    # Open the data, and compare what the processes were given.
     typed = config
     config, manifest, tokenizer, batches, windows = open_data(config)
     _say_fitted(typed, config)
     _check_processes(config, compute, world, manifest)
     if config.data.mixture is not None:
         batches.mix(config.data.mixture)
+    # Continue the run in run_dir, or begin one.
     checkpoint = open_newest_for_all(config.run_dir, world)
     if checkpoint is not None and config.resume == "never":
         raise UserError(
             f"run_dir={config.run_dir} holds a run, and resume=never: "
             "choose another, or resume=auto"
         )
+    # Build the model from the seed, the same in every process. A new run may start from the
+    # weights of another.
     group = SequenceGroup(world, config.runtime.context_parallel)
     gpt, summed_loss = build_model(
         config, compute, world, group, config.data.reset_at(tokenizer.eot_id)
     )
     if config.init_from is not None and checkpoint is None:
         load_init_from(gpt, config.init_from, tokenizer, world)
+    # From here on, processes draw different numbers.
     seed_process(f"{config.seed} 0 {world.rank}")
     optimizer = config.optim.build(gpt, world, compute.dtype)
+    # Collect it, and load the checkpoint into it.
     state = new_state(config, manifest)
     run = TrainingRun(
         config,
@@ -120,6 +126,7 @@ def open_run(config: TrainConfig, compute: Compute, world: World) -> TrainingRun
         # A killed save may have left this undone. Damaged ones stay: their disk may recover.
         if world.is_main and not checkpoint.damaged:
             delete_old_checkpoints(config.run_dir, run.state, config.checkpoint)
+    # Choose the size of micro-batches, and prove the first gradient, as it will be computed.
     run.update(eval_batches=config.eval.batches)
     run.micro_batch = _choose_micro_batch(run)
     if compute.proof:
@@ -136,6 +143,7 @@ def open_data(
         UserError: there is none, it is too small, its tokenizer has more ids than the model, or
             eval.prompt is long.
     """
+    # Read the manifest, and compare the tokenizer with it and with the model.
     folder = config.dataset_dir
     manifest = read_manifest(folder)
     tokenizer = load_tokenizer(folder / TOKENIZER)
@@ -154,19 +162,22 @@ def open_data(
         )
     if config.eval.prompt is not None:
         read_prompt(config.eval.prompt, tokenizer, config.model.max_len)
-    train = TokenStream(folder, manifest, "train", config.data.loss)
-    val = TokenStream(folder, manifest, "val", config.data.loss)
+    # Open both splits.
+    train = TokenStream(folder, manifest, "train")
+    val = TokenStream(folder, manifest, "val")
     if val.n_tokens < 2:
         raise UserError(
             f"dataset_dir={folder} has no text in its split val: prepare it with val_tokens"
         )
-    rows = open_rows(train, config.seq_len)
+    # With epochs, the number of rows decides how many steps there are.
+    rows = open_rows(train, config.seq_len, config.data.loss)
     config = config.for_rows(len(rows))
     batches = TrainBatches(rows, config.batch_size, config.seed)
+    # Evaluate all of the validation split, or batches spread over it.
     n_windows = None
     if config.eval.batches is not None:
         n_windows = config.eval.batches * config.batch_size
-    windows = eval_batches(val, config.seq_len, n_windows)
+    windows = eval_batches(val, config.seq_len, n_windows, loss=config.data.loss)
     return config, manifest, tokenizer, batches, windows
 
 

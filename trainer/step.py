@@ -101,8 +101,10 @@ def train_step(
     """
     world = world or World(compute.device)
     params = list(summed_loss.parameters())
+    # Count the targets of the global batch: the loss is their mean.
     n_valid_here = sum(float((targets >= 0).sum()) for _, targets in micro_batches)
     n_valid = world.sum(torch.full((), n_valid_here, dtype=torch.float64, device=world.device))
+    # Add up the gradients of all micro-batches. Processes average theirs.
     loss_here = accumulate_gradients(
         summed_loss,
         micro_batches,
@@ -113,12 +115,14 @@ def train_step(
     )
     if loss_here is None:
         return None
+    # Add up the losses, and who was asked to stop, in one exchange.
     asked_here = loss_here.new_full((), asked_to_stop())
     sums = world.sum(torch.stack([loss_here, asked_here]))
     norm = world.unshard(nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]))
     # Nothing else in a step makes the CPU wait for a GPU.
     results = torch.stack([sums[0] / n_valid, norm.double(), sums[1]])
     loss, grad_norm, asked = results.tolist()
+    # Update the weights, unless numbers are not finite.
     refused = why_bad(loss, grad_norm)
     if refused is None:
         if grad_clip is not None:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_train_returns_the_model_its_tokenizer_and_its_metrics(tiny_args, tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.launch.launch", None)  # it would start processes
+    monkeypatch.setattr("trainer.launch.launch_processes", None)  # it would start processes
     options = [option for option in tiny_args if "max_steps" not in option]
     trained = train(*options, "runtime.processes=2", max_steps=3, optim={"max_lr": 2e-2}, run_dir=tmp_path / "mine")
     lines = (tmp_path / "mine" / "metrics.jsonl").read_text().splitlines()

@@ -13,7 +13,6 @@ from pydantic import create_model
 
 import cli
 from cli.command import _arguments
-from cli.compose import _types_at
 from common.settings import Settings, UserError, decode
 from runtime.checkpoint import find_newest
 

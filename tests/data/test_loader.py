@@ -15,7 +15,7 @@ from data.permutation import permute
 class FakeStream:
     """Token i is i: no files, any length."""
 
-    split, eot_id, loss, has_markers = "train", -7, "all", False
+    split, eot_id, has_markers = "train", -7, False
 
     def __init__(self, n_tokens):
         self.n_tokens = n_tokens

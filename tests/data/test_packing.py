@@ -58,7 +58,7 @@ def conversations(tmp_path):
         tokens = sum(len(ids) + 1 for ids, _ in alone)
         prepare(decode(PrepareConfig, raw | {"out_dir": str(tmp_path / "out"), "val_tokens": tokens}))
         manifest = read_manifest(tmp_path / "out")
-        return TokenStream(tmp_path / "out", manifest, "val", "answers"), alone
+        return TokenStream(tmp_path / "out", manifest, "val"), alone
 
     return build
 
@@ -88,11 +88,11 @@ def test_every_conversation_is_in_one_row_as_it_is_alone(conversations, seq_len)
         f"; {n_long} of 10 conversations {'is' if n_long == 1 else 'are'} longer than seq_len={seq_len}: {lost} tokens"
     )
     assert (said in rows.summary()) == (n_long > 0)
-    windows = eval_batches(stream, seq_len)
+    windows = eval_batches(stream, seq_len, loss="answers")
     evaluated = [pieces(*map(np.squeeze, windows.rows(row, row + 1))) for row in range(len(windows))]
     assert evaluated == found, "validation has the same rows"
     assert windows.rows(2, 2)[0].shape == (0, seq_len)
-    batches = TrainBatches(open_rows(stream, seq_len), batch_size=len(rows), seed=3)
+    batches = TrainBatches(open_rows(stream, seq_len, "answers"), batch_size=len(rows), seed=3)
     token_ids, targets = batches.batch(5)
     assert sorted(map(pieces, token_ids, targets)) == sorted(found), "an epoch has each row once"
 

@@ -12,7 +12,6 @@ from common.settings import UserError
 from model.gpt import GPT
 from runtime.checkpoint import find_newest, open_checkpoint
 from trainer.loop import fit
-from trainer.step import why_bad
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -91,13 +90,6 @@ def test_a_gradient_that_is_not_finite_is_named(tiny, monkeypatch):
         match=r"step 1: loss is \d.* and the gradient's norm (inf|nan) \(first gradients not finite: norm.bias\);",
     ):
         fit(tiny())
-
-
-@pytest.mark.parametrize(
-    ("loss", "norm", "bad"), [(1e9, 1.0, False), (float("nan"), 1.0, True), (3.0, float("inf"), True)]
-)
-def test_what_is_bad(loss, norm, bad):
-    assert (why_bad(loss, norm) is not None) is bad
 
 
 POISONED = ranks.IN_STEP.format(

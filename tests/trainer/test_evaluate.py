@@ -16,7 +16,7 @@ from inference.evaluate import EvaluateConfig, run_evaluation
 from model.config import GPTConfig
 from model.gpt import GPT
 from runtime.checkpoint import load_model
-from runtime.device import choose_compute
+from runtime.device import Compute
 from runtime.distributed import World
 from runtime.losses import evaluate_windows
 from tools.convert.export_hf import export_checkpoint
@@ -25,6 +25,9 @@ from trainer.loop import fit
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
 SEQ_LEN = 50
+RUNTIME = {"device": "cpu", "dtype": "float64"}
+ON_SPLIT = {"runtime": RUNTIME, "contexts": []}
+CPU = Compute(torch.device("cpu"), torch.float64)
 
 
 @pytest.fixture
@@ -38,65 +41,69 @@ def val(dataset_dir):
     return TokenStream(dataset_dir, read_manifest(dataset_dir), "val")
 
 
-def measure(gpt, windows, tokenizer, micro_batch):
-    compute = choose_compute(decode(EvaluateConfig, {"checkpoint": ".", "runtime": RUNTIME}).runtime)
-    lengths = torch.from_numpy(tokenizer.byte_lengths)
-    return evaluate_windows(gpt, windows, lengths, micro_batch, compute, World(torch.device("cpu")))
+@pytest.fixture
+def tokenizer(dataset_dir):
+    return load_tokenizer(dataset_dir / "tokenizer.json")
 
 
-def windows_of(gpt, val):
-    """Nats and targets of every window of the split, the last one ragged."""
+@pytest.fixture
+def measure(gpt, val, tokenizer):
+    """Evaluates windows of the split, all or `n`: the loss of each group, and last that of all."""
+
+    def evaluate(micro_batch, n=None):
+        windows = eval_batches(val, SEQ_LEN, n)
+        byte_lengths = torch.from_numpy(tokenizer.byte_lengths)
+        return evaluate_windows(gpt, windows, byte_lengths, micro_batch, CPU, World(CPU.device))
+
+    return evaluate
+
+
+@pytest.fixture
+def direct(gpt, val):
+    """Nats and targets of every window, one after the other, without batches; the last is ragged."""
+    nats = []
+    targets = []
     tokens = torch.from_numpy(val.read(0, val.n_tokens))
-    texts = [tokens[begin : begin + SEQ_LEN + 1] for begin in range(0, len(tokens) - 1, SEQ_LEN)]
-    return [direct_nats(gpt, text) for text in texts], [text[1:] for text in texts]
-
-
-RUNTIME = {"device": "cpu", "dtype": "float64"}
-ON_SPLIT = {"runtime": RUNTIME, "contexts": []}
-
-
-def direct_nats(gpt, tokens):
-    """Cross-entropy of every token but the first, window by window, without batches."""
-    nats = 0.0
-    with torch.no_grad():
-        for begin in range(0, len(tokens) - 1, SEQ_LEN):
-            window = tokens[begin : begin + SEQ_LEN + 1]
+    for begin in range(0, len(tokens) - 1, SEQ_LEN):
+        window = tokens[begin : begin + SEQ_LEN + 1]
+        targets.append(window[1:])
+        with torch.no_grad():
             p = gpt(window[None, :-1])[0].softmax(-1)
-            nats += -p[torch.arange(len(window) - 1), window[1:]].log().sum().item()
-    return nats
+        nats.append(-p[torch.arange(len(window) - 1), window[1:]].log().sum().item())
+    return nats, targets
 
 
 @pytest.mark.parametrize("micro_batch", [1, 7, 1000])
-def test_the_whole_split_token_by_token(gpt, val, dataset_dir, micro_batch):
-    tokenizer = load_tokenizer(dataset_dir / "tokenizer.json")
-    tokens = torch.from_numpy(val.read(0, val.n_tokens))
+def test_the_whole_split_token_by_token(gpt, val, tokenizer, measure, direct, micro_batch):
     assert (val.n_tokens - 1) % SEQ_LEN, "the last window must be ragged for this to be a test"
-    *_, loss = measure(gpt, eval_batches(val, SEQ_LEN), tokenizer, micro_batch)
-    nats = direct_nats(gpt, tokens)
-    text = b"".join(tokenizer.decode_bytes([i]) for i in tokens[1:].tolist() if i != tokenizer.eot_id)
+    *_, loss = measure(micro_batch)
+    nats = sum(direct[0])
+    ids = torch.cat(direct[1]).tolist()
+    text = b"".join(tokenizer.decode_bytes([i]) for i in ids if i != tokenizer.eot_id)
     assert (loss.tokens, loss.bytes) == (val.n_tokens - 1, len(text))
     assert loss.nats == pytest.approx(nats, rel=1e-12)
     assert loss.per_token == pytest.approx(nats / (val.n_tokens - 1), rel=1e-12)
     assert loss.bits_per_byte == pytest.approx(nats / math.log(2) / len(text), rel=1e-12)
     assert loss.perplexity == pytest.approx(math.exp(nats / (val.n_tokens - 1)), rel=1e-11)
+    assert gpt.training
+    assert all(p.grad is None for p in gpt.parameters())
 
 
 @pytest.mark.parametrize("micro_batch", [1, 7])
-def test_a_standard_error_is_that_of_the_mean_over_windows(gpt, val, dataset_dir, micro_batch):
+def test_a_standard_error_is_that_of_the_mean_over_windows(val, measure, direct, micro_batch):
     """Of equal windows: their standard deviation over the root of their number."""
     n = (val.n_tokens - 1) // SEQ_LEN // 2
-    *_, loss = measure(gpt, eval_batches(val, SEQ_LEN, n), load_tokenizer(dataset_dir / "tokenizer.json"), micro_batch)
-    nats, _ = windows_of(gpt, val)
+    *_, loss = measure(micro_batch, n)
+    nats, _ = direct
     read = [nats[i * len(nats) // n] / SEQ_LEN for i in range(n)]
     assert loss.per_token == pytest.approx(statistics.fmean(read), rel=1e-12)
     assert loss.stderr == pytest.approx(statistics.stdev(read) / math.sqrt(n), rel=1e-9)
 
 
-def test_windows_of_other_lengths_count_by_their_tokens_and_bytes(gpt, val, dataset_dir):
+def test_windows_of_other_lengths_count_by_their_tokens_and_bytes(tokenizer, measure, direct):
     """A standard error of a ratio of sums: that of the mean of what each window is above the ratio."""
-    tokenizer = load_tokenizer(dataset_dir / "tokenizer.json")
-    *_, loss = measure(gpt, eval_batches(val, SEQ_LEN), tokenizer, 3)
-    nats, targets = windows_of(gpt, val)
+    *_, loss = measure(3)
+    nats, targets = direct
     n_tokens = [len(text) for text in targets]
     n_bytes = [int(tokenizer.byte_lengths[text].sum()) for text in targets]
     n = len(nats)
@@ -106,24 +113,14 @@ def test_windows_of_other_lengths_count_by_their_tokens_and_bytes(gpt, val, data
         assert stderr == pytest.approx(statistics.stdev(above) / math.sqrt(n) / unit, rel=1e-9)
 
 
-def test_one_window_has_no_standard_error_and_few_have_none(gpt, val, dataset_dir):
-    tokenizer = load_tokenizer(dataset_dir / "tokenizer.json")
-    *groups, loss = measure(gpt, eval_batches(val, SEQ_LEN, 1), tokenizer, 2)
-    assert math.isnan(loss.stderr)
-    assert sum(math.isfinite(group.per_token) for group in groups) == 1
-
-
-def test_groups_are_every_sixteenth_window(gpt, val, dataset_dir):
-    *groups, _ = measure(gpt, eval_batches(val, SEQ_LEN), load_tokenizer(dataset_dir / "tokenizer.json"), 7)
-    nats, targets = windows_of(gpt, val)
+def test_groups_are_every_sixteenth_window(measure, direct):
+    *groups, _ = measure(7)
+    nats, targets = direct
     expected = [sum(nats[i::16]) / sum(map(len, targets[i::16])) for i in range(16)]
     assert [group.per_token for group in groups] == pytest.approx(expected, rel=1e-12)
-
-
-def test_evaluation_leaves_the_model_training_and_without_gradients(gpt, val, dataset_dir):
-    measure(gpt, eval_batches(val, SEQ_LEN, 2), load_tokenizer(dataset_dir / "tokenizer.json"), 2)
-    assert gpt.training
-    assert all(p.grad is None for p in gpt.parameters())
+    *groups, loss = measure(2, n=1)
+    assert math.isnan(loss.stderr)
+    assert sum(math.isfinite(group.per_token) for group in groups) == 1
 
 
 def test_command_evaluates_what_training_does_and_writes_what_it_prints(tiny, capsys, val):
@@ -166,8 +163,7 @@ def test_training_evaluation_export_and_the_harness_measure_the_same_loss_of_a_p
     assert exported.loss(token_ids, targets).item() == pytest.approx(wanted, rel=1e-12)
     harness = pytest.importorskip("inference.harness_model", reason="lm-evaluation-harness is not installed")
     texts = [(ids, 1) for ids in torch.cat([token_ids, targets[:, -1:]], dim=1).tolist()]
-    compute = choose_compute(decode(EvaluateConfig, {"checkpoint": ".", "runtime": RUNTIME}).runtime)
-    scores = harness.score_texts(gpt, texts, 3, compute)
+    scores = harness.score_texts(gpt, texts, 3, CPU)
     assert -sum(nats for nats, _ in scores) / targets.numel() == pytest.approx(wanted, rel=1e-12)
 
     rows = torch.nn.functional.cross_entropy(

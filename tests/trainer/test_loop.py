@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -82,8 +81,6 @@ def test_the_folder_of_something_else_is_refused(tiny, tmp_path):
     fit(config)
     with pytest.raises(UserError, match="is a dataset or a checkpoint: choose another folder for the run"):
         check_folder(find_newest(config.run_dir))
-    with pytest.raises(UserError, match="run_dir=/ is the root of all files: choose a folder in it"):
-        check_folder(Path("/"))
     (tmp_path / "runs" / "a" / "checkpoints").mkdir(parents=True)
     with pytest.raises(UserError, match="has runs in it, such as a: choose a folder beside them"):
         fit(config.model_copy(update={"run_dir": tmp_path / "runs"}))

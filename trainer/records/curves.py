@@ -107,6 +107,7 @@ def _picture(curves: RunCurves, name: str, suffix: str) -> bytes:
     figure = Figure(figsize=(8, 5))
     axes = figure.subplots()
     title = name
+    # The losses of steps: their range as a band, and their mean as a line.
     bins = curves.loss.bins()
     means = smoothed(bins)
     tokens = [bin.tokens for bin in bins]
@@ -124,10 +125,12 @@ def _picture(curves: RunCurves, name: str, suffix: str) -> bytes:
             label="training, mean",
         )
         title = f"training loss {means[-1]:.4f} nats per token{suffix}: {name}"
+    # The losses of evaluations, as dots while there are few.
     if curves.val:
         marker = "o" if len(curves.val) <= _MOST_DOTS else ""
         axes.plot(*zip(*curves.val, strict=True), color=_VAL, marker=marker, label="validation")
         title = f"validation loss {curves.val[-1][1]:.4f} nats per token{suffix}: {name}"
+    # The title has the last loss, and the axis leaves out the first fall.
     axes.set_title(title)
     points = [*zip(tokens, means, strict=True), *curves.val]
     if points:

@@ -27,8 +27,6 @@ def check_folder(run_dir: Path) -> None:
     """Raise UserError if run_dir is something else than a run, or has files to overwrite."""
     if (run_dir / "checkpoints").exists():
         return
-    if not run_dir.resolve().name:
-        raise UserError(f"run_dir={run_dir} is the root of all files: choose a folder in it")
     if (run_dir / "manifest.json").exists():
         raise UserError(
             f"run_dir={run_dir} is a dataset or a checkpoint: choose another folder for the run"

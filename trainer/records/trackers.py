@@ -120,6 +120,7 @@ def open_trackers(
 def _wandb(config: WandbConfig, run_id: str, run_dir: Path, settings: JsonDict) -> Iterator[Log]:
     import wandb
 
+    # A resumed run continues its own run there.
     run = wandb.init(
         id=run_id,
         resume="allow",
@@ -136,6 +137,7 @@ def _wandb(config: WandbConfig, run_id: str, run_dir: Path, settings: JsonDict) 
             "finish_timeout_raises": True,
         },
     )
+    # Say where it is.
     if config.mode == "offline":
         upload = shlex.join(["wandb", "sync", str(Path(run.dir).parent)])
         say(f"wandb: offline; to upload the run later: {upload}")
