@@ -4,8 +4,7 @@ A command gets its configuration as a plain dict. A user's mistake is one line o
 exit status 1 or 2; `--debug` shows the traceback instead. From Python it is a UserError.
 """
 
-from cli.command import command
+from cli.command import command, configure
 from cli.compose import CONFIGS, compose
-from cli.functions import configure
 
 __all__ = ["CONFIGS", "command", "compose", "configure"]

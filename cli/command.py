@@ -6,21 +6,22 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pkgutil import resolve_name
 from typing import Any, NoReturn, get_type_hints
 
 import yaml
 from pydantic import create_model
 
-from cli.compose import quote_texts, with_typed_texts
+from cli.compose import compose, quote_numbers, quote_texts
 from cli.help import decode_explained, help_of, with_comments
 from cli.mistakes import check_form, explain_dashes
 from cli.stored_settings import compose_command
 from cli.sweep import Work, run_sweep
 from common import exits
+from common.command_line import in_hydras_grammar
 from common.console import guard_output, print_error
-from common.settings import JsonDict, Settings, UserError, line_for
+from common.settings import JsonDict, Settings, UserError, flat, line_for
 
 EXTRAS = {
     "fastapi": "serve",
@@ -100,6 +101,32 @@ def command(
         exits.leave(status)
 
 
+def configure(
+    config_name: str,
+    settings: str,
+    options: Sequence[str],
+    keywords: JsonDict,
+    text_keys: Collection[str] = (),
+) -> Any:
+    """Return the settings of a command that is called from Python.
+
+    Args:
+        settings: the class of the settings, as "package.module:Class"; imported last.
+        options: KEY=VALUE, as on the command line.
+        keywords: values by key. A dict has those of a section.
+        text_keys: as for `command`.
+
+    Raises:
+        UserError: an option is wrong.
+    """
+    words = quote_texts(options, text_keys)
+    words += [f"{key}={in_hydras_grammar(value)}" for key, value in flat(keywords).items()]
+    check_form(words, config_name)
+    words = quote_numbers(words, lambda: resolve_name(settings))
+    config = compose_command(config_name, words)
+    return decode_explained(resolve_name(settings), config, config_name)
+
+
 def _line_for(error: Exception) -> str | None:
     """Return the line that reports a mistake or a missing package; None: a bug."""
     if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
@@ -144,14 +171,16 @@ def _run(
     check_form(flags.options, config_name)
 
     def composed(options: list[str], complete: bool = True, job: str = "") -> JsonDict:
-        config = compose_command(config_name, options, flags.config_dir, complete, job)
-        return with_typed_texts(config, options, settings_class)
+        options = quote_numbers(options, settings_class)
+        return compose_command(config_name, options, flags.config_dir, complete, job)
 
     if flags.multirun:
         folder = run_sweep(config_name, flags.options, composed, work, flags.debug)
         if after_sweep:
             resolve_name(after_sweep)(folder)
         return
+    # An unknown key is refused at once: importing the class of the settings takes seconds.
+    compose(config_name, flags.options, flags.config_dir, complete=False)
     config = composed(flags.options, complete=not flags.cfg)
     if flags.cfg == "run_dir":  # for scripts that look into the folder
         print(config["run_dir"])

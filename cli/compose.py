@@ -16,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from cli.mistakes import example_of, explain
@@ -44,6 +44,7 @@ def compose(
         UserError: an option or a file does not exist, a file is not a configuration, or a required
             value is missing.
     """
+    # Hydra reads the files of configs/, and those of the user's folder.
     options = read_options(overrides)
     if config_dir:
         folder = Path(os.path.expanduser(config_dir)).resolve()
@@ -54,21 +55,9 @@ def compose(
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
             composed = hydra.compose(config_name, options)
-    except (HydraException, OmegaConfBaseException, OSError, yaml.YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(explain(error, config_name)) from error
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # Hydra checks few files
-        raise UserError(f"Hydra cannot compose this configuration: {error}") from error
-    plain = _plain(composed, complete, config_name)
-    words = number_words(options)
-    for key in _PATHS:
-        path = words.get(key, plain.get(key))
-        if isinstance(path, str):
-            plain[key] = os.path.expanduser(path)
-    return plain
-
-
-def _plain(composed: DictConfig, complete: bool, config_name: str) -> JsonDict:
-    """Return a composed configuration as plain data. Raises UserError: a value is missing."""
+    # Resolve references, and turn the configuration into plain data.
     try:
         plain: JsonDict = OmegaConf.to_container(composed, resolve=True, throw_on_missing=complete)  # type: ignore
     except MissingMandatoryValue as error:
@@ -76,6 +65,9 @@ def _plain(composed: DictConfig, complete: bool, config_name: str) -> JsonDict:
         raise UserError(f"Missing mandatory value: {error.full_key}: {advice}") from None
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {explain(error)}") from None
+    for key in _PATHS:
+        if isinstance(plain.get(key), str):
+            plain[key] = os.path.expanduser(plain[key])
     return plain
 
 
@@ -117,61 +109,35 @@ def parse_options(options: Iterable[str]) -> list[Override]:
         raise UserError(explain(error)) from None
 
 
-def typed_values(options: list[str]) -> JsonDict:
-    """Return the options' values by key; numbers as they were typed.
+def quote_numbers(
+    options: Iterable[str], settings_class: Callable[[], type[Settings]]
+) -> list[str]:
+    """Quote numbers, true and false where the settings have a text or a path: run_dir=007.
 
-    An option that deletes a key has the key "~".
+    The class of the settings is imported if there is a number.
     """
-    values = {}
+    quoted = []
     for option in parse_options(options):
-        key = "~" if option.is_delete() else option.key_or_group
-        values[key] = option.value()
-    return values | number_words(options)
+        key, _, value = str(option.input_line).partition("=")
+        is_number = isinstance(option.value(), int | float)
+        is_text = is_number and _is_text(settings_class(), str(option.key_or_group))
+        quoted.append(f"{key}={quote_text(value)}" if is_text else str(option.input_line))
+    return quoted
 
 
-def number_words(options: Iterable[str]) -> dict[str, str]:
-    """Return by key what was typed where Hydra reads a number, true or false: 007, 1e3."""
-    return {
-        option.key_or_group: str(option.input_line).partition("=")[2]
-        for option in parse_options(options)
-        if isinstance(option.value(), int | float)
-    }
-
-
-def with_typed_texts(
-    config: JsonDict, options: Iterable[str], settings_class: Callable[[], type[Settings]]
-) -> JsonDict:
-    """Return the configuration with what was typed for texts and paths that look like numbers.
-
-    The class of the settings says which they are. It is imported where there is a number.
-    """
-    for key, word in number_words(options).items():
-        keys = key.split(".")
-        types = _types_at(settings_class(), keys)
-        if types & {str, Path} and not types & {int, float, bool}:
-            config = _with_value(config, keys, word)
-    return config
-
-
-def _types_at(cls: type[Settings], keys: list[str]) -> set[Any]:
-    """Return the types that a key of a class, or of its sections, may have."""
+def _is_text(cls: type[Settings], key: str) -> bool:
+    """Return whether a dotted key of a class, or of its sections, holds a text or a path."""
     types: set[Any] = {cls}
-    for key in keys:
-        sections = [kind for kind in types if isinstance(kind, type) and issubclass(kind, Settings)]
-        fields = [section.model_fields.get(key) for section in sections]
+    for name in key.split("."):
+        fields = [getattr(kind, "model_fields", {}).get(name) for kind in types]
         types = set().union(*(_types_in(field.annotation) for field in fields if field))
-    return types
+    return bool(types & {str, Path}) and not types & {int, float, bool}
 
 
 def _types_in(annotation: Any) -> set[Any]:
     """Return the types of which a union, a list or an annotated type is made."""
     inner = get_args(annotation)
     return set().union(*map(_types_in, inner)) if inner else {annotation}
-
-
-def _with_value(tree: JsonDict, keys: list[str], value: Any) -> JsonDict:
-    first, *rest = keys
-    return tree | {first: _with_value(tree[first], rest, value) if rest else value}
 
 
 def _bare_keys(option: str) -> str:
@@ -181,13 +147,7 @@ def _bare_keys(option: str) -> str:
         mapping = json.loads(value) if value.startswith("{") else None
     except ValueError:
         return option
-    if not mapping:
-        return option
-    members = []
-    for name, item in mapping.items():
-        bare = re.sub(r"([\\()\[\]{}:=, ])", r"\\\1", name)
-        members.append(f"{bare}: {json.dumps(item)}")
-    return f"{key}={{{', '.join(members)}}}"
+    return f"{key}={in_hydras_grammar(mapping)}" if mapping else option
 
 
 def _quoted(option: str) -> str:

@@ -1,11 +1,12 @@
 """What configs/ explains: --help, --cfg job, and values that are refused."""
 
+import itertools
 import re
 from collections.abc import Iterator
 from textwrap import fill
 
 from cli.compose import value_at
-from common.config_files import CONFIGS, DEFAULTS, config_file, groups_of, with_keys
+from common.config_files import CONFIGS, DEFAULTS, config_file, groups_of, keys_of, with_keys
 from common.settings import JsonDict, S, UserError, decode
 
 
@@ -32,10 +33,9 @@ def help_of(config_name: str) -> str:
 
 def _groups(config_name: str) -> Iterator[str]:
     for group, names in groups_of(config_name).items():
-        keys: dict[str, str] = {}
-        for name in names:
-            keys |= config_file(f"{group}/{name}").comments
-        keys.pop("name", None)
+        # Keys of any file of the group, in the order of the files.
+        files = [config_file(f"{group}/{name}").comments for name in names]
+        keys = [key for key in dict.fromkeys(itertools.chain(*files)) if key != "name"]
         line = f"{group}: {', '.join(names)}"
         if keys and group != "experiment":
             line += f"; keys {', '.join(keys)}"
@@ -44,15 +44,15 @@ def _groups(config_name: str) -> Iterator[str]:
 
 def comments_of(composed: JsonDict, config_name: str) -> dict[str, str]:
     """Return the comments of configs/ on the dotted keys of a composed configuration."""
-    comments = dict(config_file(config_name).comments)
-    for group, names in groups_of(config_name).items():
-        chosen = value_at(composed, *group.split("/"), "name")
-        # The comments of the chosen file come first, and stay.
-        for name in sorted(names, key=lambda name: name != chosen):
-            for key, comment in config_file(f"{group}/{name}").comments.items():
-                if comment:
-                    comments.setdefault(f"{group.replace('/', '.')}.{key}", comment)
-    return comments
+    chosen = {""}
+    for group in groups_of(config_name):
+        chosen.add(f"{group}={value_at(composed, *group.split('/'), 'name')}")
+    explained = {}
+    for key, comments in keys_of(config_name).items():
+        # The comment of the chosen file comes first, then one of the others.
+        by_choice = sorted(comments, key=lambda choice: choice not in chosen)
+        explained[key] = next((comments[choice] for choice in by_choice if comments[choice]), "")
+    return explained
 
 
 def decode_explained(cls: type[S], composed: JsonDict, config_name: str) -> S:

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.config_files import CONFIGS, config_file, groups_of
+from common.config_files import CONFIGS, config_file, groups_of, keys_of
 from common.settings import UserError, nearest
 
 _ASIDES = ("To append", "See https", "full_key", "object_type", "reference_type")
@@ -39,35 +39,21 @@ def _advice(wrong: str, config_name: str) -> str:
         return nearest(name, groups[group], f"{group}=")
     if groups and wrong in _ELSEWHERE:
         return _ELSEWHERE[wrong]
-    known = _known(config_name)
-    if known.get(wrong):
-        return f"it is a key of {' or '.join(known[wrong])}"
+    known = keys_of(config_name)
+    choices = [choice for choice in known.get(wrong, ()) if choice]
+    if choices:
+        return f"it is a key of {' or '.join(choices)}"
+    # A group is typed with /, such as model/attention.
+    typed = [key for key in known if key.replace(".", "/") not in groups] + list(groups)
     above, _, last = wrong.rpartition(".")
-    section = above if any(key.startswith(f"{above}.") for key in known) else ""
+    section = above if any(key.startswith(f"{above}.") for key in typed) else ""
     prefix = f"{section}." if section else ""
-    keys = [key.removeprefix(prefix) for key in known if key.startswith(prefix)]
+    keys = [key.removeprefix(prefix) for key in typed if key.startswith(prefix)]
     advice = nearest(last, [key for key in keys if not re.search("[./]", key)], prefix)
-    alike = [key for key in known if re.search(rf"[._/]{re.escape(last)}$", key)]
+    alike = [key for key in typed if re.search(rf"[._/]{re.escape(last)}$", key)]
     if alike and not advice.startswith("did you mean"):
         return f"did you mean {' or '.join(map(repr, alike[:4]))}?"
     return advice
-
-
-def _known(config_name: str) -> dict[str, list[str]]:
-    """Return a command's keys and groups. The key of a group comes with the choices GROUP=NAME that
-    have it."""
-    groups = groups_of(config_name)
-    known: dict[str, list[str]] = {key: [] for key in config_file(config_name).comments}
-    for group, names in groups.items():
-        known[group] = []
-        for name in names if group != "experiment" else []:
-            for key in config_file(f"{group}/{name}").comments:
-                choices = known.setdefault(f"{group.replace('/', '.')}.{key}", [])
-                choices.append(f"{group}={name}")
-    for group in groups:
-        if "/" in group:  # model.attention is the group model/attention
-            known.pop(group.replace("/", "."), None)
-    return known
 
 
 def explain_dashes(words: Sequence[str], wrong: str) -> str:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from cli.compose import compose, typed_values, value_at
+from cli.compose import compose, parse_options, value_at
 from common.config_files import group_values, groups_of
 from common.files import read_json
 from common.settings import JsonDict, UserError, section
@@ -36,7 +36,7 @@ def compose_command(
     """
     if config_name not in ("train", "plan"):
         return compose(config_name, options, config_dir, complete)
-    typed = typed_values(options)
+    typed = _typed_values(options)
     stored = {} if job else _run_to_continue(typed, complete)
     config = _composed(config_name, options, config_dir, complete, stored)
     # A run that exists keeps its vocabulary, even if its other settings are composed anew.
@@ -59,6 +59,15 @@ def compose_command(
         n_vocab = _vocabulary(config, model, takes_model)
         config["model"] = config["model"] | {"n_vocab": n_vocab}
     return config
+
+
+def _typed_values(options: list[str]) -> JsonDict:
+    """Return the options' values by key. An option that deletes a key has the key "~"."""
+    values = {}
+    for option in parse_options(options):
+        key = "~" if option.is_delete() else option.key_or_group
+        values[key] = option.value()
+    return values
 
 
 def _run_to_continue(typed: JsonDict, complete: bool) -> JsonDict:
@@ -85,7 +94,7 @@ def _composed(
 
     Of the stored settings, Hydra gets only names of files in configs/. All other values are data.
     """
-    typed = typed_values(options).keys()
+    typed = _typed_values(options).keys()
     # A stored dataset_dir is merged in below, so it need not be among the options.
     chosen = ["dataset_dir=null"] if "dataset_dir" in stored else []
     for group, names in groups_of("train").items():
@@ -102,18 +111,18 @@ def _composed(
     return _merged(composed, stored, fixed_keys)
 
 
-def _merged(composed: JsonDict, stored: JsonDict, fixed_keys: Collection[str]) -> JsonDict:
+def _merged(
+    composed: JsonDict, stored: JsonDict, fixed_keys: Collection[str], prefix: str = ""
+) -> JsonDict:
     """Return composed settings with stored values. Those of `fixed_keys`, dotted, do not change."""
     merged = dict(composed)
     for key, value in composed.items():
-        if key in fixed_keys or key not in stored:
+        dotted = prefix + key
+        if dotted in fixed_keys or key not in stored:
             continue
+        merged[key] = stored[key]
         if isinstance(value, dict) and isinstance(stored[key], dict):
-            prefix = f"{key}."
-            inner = {name.removeprefix(prefix) for name in fixed_keys if name.startswith(prefix)}
-            merged[key] = _merged(value, stored[key], inner)
-        else:
-            merged[key] = stored[key]
+            merged[key] = _merged(value, stored[key], fixed_keys, f"{dotted}.")
     return merged
 
 

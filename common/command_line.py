@@ -58,7 +58,10 @@ def in_hydras_grammar(value: Any) -> str:
     A text that the grammar would read as something else is quoted.
     """
     if isinstance(value, Mapping):
-        members = [f"{key}:{in_hydras_grammar(item)}" for key, item in value.items()]
+        members = []
+        for key, item in value.items():
+            bare_key = re.sub(r"([\\()\[\]{}:=, ])", r"\\\1", key)
+            members.append(f"{bare_key}:{in_hydras_grammar(item)}")
         return f"{{{','.join(members)}}}"
     if isinstance(value, list | tuple):
         return f"[{','.join(map(in_hydras_grammar, value))}]"

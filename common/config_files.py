@@ -69,16 +69,28 @@ def _beside(name: str, other: str) -> str:
 
 def groups_of(config_name: str) -> dict[str, list[str]]:
     """Return the names in every group of a command: {"schedule": ["constant", "cosine", ...]}."""
-    if config_name not in ("train", "plan", "prepare"):
-        return {}
-    is_prepare = config_name == "prepare"
     groups: dict[str, list[str]] = {}
     for path in sorted(CONFIGS.glob("*/**/*.yaml")):
         group = str(path.parent.relative_to(CONFIGS))
-        is_of_data = group in ("data", "tokenizer")
-        if is_of_data == is_prepare:
+        commands = ("prepare",) if group in ("data", "tokenizer") else ("train", "plan")
+        if config_name in commands:
             groups.setdefault(group, []).append(path.stem)
     return groups
+
+
+def keys_of(config_name: str) -> dict[str, dict[str, str]]:
+    """Return a command's dotted keys, each with its comments.
+
+    The comments are by GROUP=NAME, for the files that have the key, or by "", for the command's own
+    file.
+    """
+    keys = {key: {"": comment} for key, comment in config_file(config_name).comments.items()}
+    for group, names in groups_of(config_name).items():
+        for name in names if group != "experiment" else []:
+            for key, comment in config_file(f"{group}/{name}").comments.items():
+                comments = keys.setdefault(f"{group.replace('/', '.')}.{key}", {})
+                comments[f"{group}={name}"] = comment
+    return keys
 
 
 def group_values(group: str, name: str) -> dict[str, Any]:

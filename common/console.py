@@ -61,10 +61,11 @@ def guard_output(lossy: bool) -> None:
     what cannot be written. Standard output does, too, if it is `lossy`. Otherwise the process ends:
     quietly with SIGPIPE's status for a pipe, as Unix tools do, and else with an error line.
     """
-    if sys.stdout and sys.stdout is sys.__stdout__:  # or another program's, such as a test's
-        sys.stdout = _guard_stream(sys.stdout, lossy)
-    if sys.stderr and sys.stderr is sys.__stderr__:
-        sys.stderr = _guard_stream(sys.stderr, lossy=True)
+    # A stream may be another program's, such as a test's.
+    if sys.__stdout__ and sys.stdout is sys.__stdout__:
+        sys.stdout = _guard_stream(sys.__stdout__, lossy)
+    if sys.__stderr__ and sys.stderr is sys.__stderr__:
+        sys.stderr = _guard_stream(sys.__stderr__, lossy=True)
 
 
 def _guard_stream(stream: TextIO, lossy: bool) -> TextIO:
@@ -97,7 +98,7 @@ def note(message: str) -> None:
     if _log is None or console.quiet:
         return
     with contextlib.suppress(OSError):
-        file = os.open(_log, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK)
+        file = os.open(_log, os.O_WRONLY | os.O_APPEND)
         os.write(file, f"{message}\n".encode())
         os.close(file)
 
@@ -212,8 +213,7 @@ class Track:
         """Return the time left, as in ["2:00 left"], or nothing if it is unknown."""
         if self.total is None or not self.first < self.done < self.total:
             return []
-        spent = time.monotonic() - self.started
-        seconds_per_unit = spent / (self.done - self.first)
+        seconds_per_unit = (time.monotonic() - self.started) / (self.done - self.first)
         return [f"{clock(seconds_per_unit * (self.total - self.done))} left"]
 
     def flush(self) -> None:

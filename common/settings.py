@@ -61,11 +61,8 @@ def printable(text: str, whitespace: str = "") -> str:
 
     Control characters are escaped, also ends of lines, unless they are in `whitespace`.
     """
-    characters = []
-    for c in text:
-        is_shown = c.isprintable() or c in whitespace
-        characters.append(c if is_shown else c.encode("unicode_escape").decode())
-    return "".join(characters)
+    hidden = {c for c in text if not c.isprintable() and c not in whitespace}
+    return text.translate({ord(c): c.encode("unicode_escape").decode() for c in hidden})
 
 
 def home_expanded(path: str) -> str:
