@@ -195,3 +195,14 @@ def test_a_gpus_memory_is_used_but_for_a_reserve(request):
     for _ in range(2):
         module(*torch.zeros(2, chosen, 512, dtype=torch.int64, device="cuda")).backward()
     optimizer.step()
+
+
+def test_what_is_compiled_by_itself_stays_so_in_trials(choose):
+    """FlexAttention, uncompiled, would need more memory."""
+    compiled = []
+    double = torch.compile(lambda x: 2 * x, backend=lambda graph, inputs: compiled.append(graph) or graph)
+    module = tiny_gpt()
+    module.gpt.norm.register_forward_hook(lambda norm, inputs, x: double(x))
+    module.gpt.blocks[0].compile(backend="eager")
+    choose(module, 4)
+    assert len(compiled) == 1

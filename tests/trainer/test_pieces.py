@@ -90,3 +90,15 @@ def test_models_whose_state_grows_are_refused(tiny, changes, message):
     with pytest.raises(UserError, match=message):
         tiny({"runtime.sequence_chunk": 8, **changes})
     tiny({"runtime.sequence_chunk": 16, **changes})  # is accepted, because sequences have no more tokens
+
+
+def test_a_run_in_pieces_takes_the_same_steps(tiny, tmp_path):
+    base = {"runtime.dtype": "float64", "seq_len": 50, "batch_tokens": 200, "max_steps": 3, "eval.batches": 1}
+    lines, weights = {}, {}
+    for chunk in (None, 20):
+        run = open_run(tiny(base | {"runtime.sequence_chunk": chunk}))
+        lines[chunk] = [run.train_step() for _ in range(3)]
+        weights[chunk] = run.gpt.state_dict()
+    for one, two in zip(lines[None], lines[20], strict=True):
+        assert (one["loss"], one["grad_norm"]) == pytest.approx((two["loss"], two["grad_norm"]), rel=1e-9)
+    torch.testing.assert_close(weights[None], weights[20], rtol=1e-8, atol=1e-10)
