@@ -1,6 +1,5 @@
 """Saving in the background writes the values from when the save began, and hides no error."""
 
-import errno
 import threading
 
 import pytest
@@ -82,18 +81,11 @@ def test_the_next_save_waits_for_the_last(saver, state, tmp_path, gate):
     assert [stored(tmp_path, step).tolist() for step in (1, 2)] == [[0] * 3, [2] * 3]
 
 
-@pytest.mark.parametrize(
-    ("error", "raised"),
-    [
-        (OSError(errno.ENOSPC, "No space left on device"), UserError),
-        (ZeroDivisionError("a bug"), ZeroDivisionError),
-    ],
-)
-def test_a_failed_save_ends_the_run_before_its_next_step(tiny, monkeypatch, error, raised):
-    """Not at the next save, which may be hours away."""
+def test_a_failed_save_ends_the_run_before_its_next_step(tiny, monkeypatch):
+    """Not at the next save, which may be hours away. test_retention.py has full disks."""
 
     def fail(*_):
-        raise error
+        raise ZeroDivisionError("a bug")
 
     def step(run, *given, **named):
         steps.append(run.state.step)
@@ -105,7 +97,7 @@ def test_a_failed_save_ends_the_run_before_its_next_step(tiny, monkeypatch, erro
     original, steps = trainer.loop.take_step, []
     monkeypatch.setattr(runtime.checkpoint, "save_checkpoint", fail)
     monkeypatch.setattr(trainer.loop, "take_step", step)
-    with pytest.raises(raised, match=r"a bug|the save after step 2 failed \(No space left on device\)[^\n]*$"):
+    with pytest.raises(ZeroDivisionError, match="a bug"):
         fit(tiny())
     assert max(steps) <= 2
 
