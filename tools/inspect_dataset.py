@@ -14,7 +14,7 @@ from common.command_line import Items
 from common.console import say, show_table, table_of
 from common.settings import UserError, printable
 from data.chat import answer_targets
-from data.conversations import Conversations, Ranges
+from data.conversations import Ranges
 from data.documents import documents_in
 from data.loader import TrainBatches, open_rows
 from data.prepare.finish import sets_table
