@@ -30,7 +30,9 @@ class Limited(nn.Module):
     def __init__(self, limit, where="forward", error=None):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))
-        self.limit, self.where, self.error = limit, where, error
+        self.limit = limit
+        self.where = where
+        self.error = error
         self.sizes = []
         self.held = []
 
@@ -100,7 +102,8 @@ def test_other_errors_pass(choose, error):
 
 
 def test_it_leaves_no_trace(choose):
-    module, same = tiny_gpt(), tiny_gpt()
+    module = tiny_gpt()
+    same = tiny_gpt()
     random = torch.get_rng_state()
     assert choose(module, 4) == 4
     assert torch.equal(torch.get_rng_state(), random)

@@ -45,7 +45,8 @@ def stored(run_dir, step):
 @pytest.fixture
 def gate(monkeypatch):
     """Holds the writing thread up until it is set."""
-    event, write = threading.Event(), runtime.checkpoint.save_checkpoint
+    event = threading.Event()
+    write = runtime.checkpoint.save_checkpoint
 
     def waiting(*args):
         assert event.wait(60)
@@ -68,7 +69,8 @@ def test_training_goes_on_while_the_weights_of_before_are_written(saver, state, 
 
 
 def test_the_next_save_waits_for_the_last(saver, state, tmp_path, gate):
-    weight, later = torch.zeros(3), state.model_copy(update={"step": 2})
+    weight = torch.zeros(3)
+    later = state.model_copy(update={"step": 2})
     saver.save(tensors(weight), state)
     second = threading.Thread(target=lambda: saver.save(tensors(weight.fill_(2)), later))
     second.start()
@@ -94,7 +96,8 @@ def test_a_failed_save_ends_the_run_before_its_next_step(tiny, monkeypatch):
                 thread.join()
         return original(run, *given, **named)
 
-    original, steps = trainer.loop.take_step, []
+    original = trainer.loop.take_step
+    steps = []
     monkeypatch.setattr(runtime.checkpoint, "save_checkpoint", fail)
     monkeypatch.setattr(trainer.loop, "take_step", step)
     with pytest.raises(ZeroDivisionError, match="a bug"):
