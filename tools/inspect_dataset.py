@@ -14,7 +14,7 @@ from common.command_line import Items
 from common.console import say, show_table, table_of
 from common.settings import UserError, printable
 from data.chat import answer_targets
-from data.conversations import Conversations, Ranges
+from data.conversations import Ranges
 from data.documents import documents_in
 from data.loader import TrainBatches, open_rows
 from data.prepare.finish import sets_table
@@ -57,7 +57,7 @@ def inspect_dataset(
             )
         batches = _open_batches(run_dir, dataset_dir, manifest, state)
         rows = [batches.rows.ranges(row) for row in batches.numbers(step - 1).tolist()]
-        _show(batches.rows.stream, rows, tokens, isinstance(batches.rows, Conversations))
+        _show(batches.rows.stream, rows, tokens, state.data.loss == "answers")
         return
     # Windows at given places and at random ones, or else the sets.
     stream = TokenStream(dataset_dir, manifest, split)

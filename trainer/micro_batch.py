@@ -1,5 +1,6 @@
 """runtime.micro_batch=auto: finds the most sequences that fit in a GPU's memory, by trying."""
 
+from bisect import bisect_left
 from collections.abc import Callable
 
 import torch
@@ -77,21 +78,9 @@ def choose_micro_batch(
 
 def find_largest_fit(fits: Callable[[int], bool], share: int) -> int:
     """The size of the fewest equal micro-batches of a share that fit; 0: not even one sequence
-    does.
-
-    Their number is found by doubling, then bisecting.
-    """
-    too_few = 0
-    enough = 1
-    while not fits(ceil_div(share, enough)):
-        if enough == share:
-            return 0
-        too_few = enough
-        enough = min(2 * enough, share)
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        if fits(ceil_div(share, middle)):
-            enough = middle
-        else:
-            too_few = middle
-    return ceil_div(share, enough)
+    does."""
+    if fits(share):
+        return share
+    numbers = range(2, share + 1)  # of micro-batches
+    index = bisect_left(numbers, True, key=lambda n: fits(ceil_div(share, n)))
+    return ceil_div(share, numbers[index]) if index < len(numbers) else 0

@@ -22,25 +22,17 @@ def open_newest_for_all(run_dir: Path, world: World) -> Checkpoint | None:
     """The newest whole checkpoint of a run, the same in all processes; None: it has none.
 
     Raises:
-        UserError: none of its checkpoints is whole, or this process does not see the one that the
-            main process found.
+        UserError: none of its checkpoints is whole, or not all processes see the one that the main
+            process found.
     """
     checkpoint = open_newest(run_dir) if world.is_main else None
-    described = None if checkpoint is None else (checkpoint.path.name, checkpoint.identity)
-    described_by_main = world.exchange(described)[0]
-    if world.is_main or described_by_main is None:
-        return checkpoint
-    name, identity = described_by_main
-    path = run_dir / "checkpoints" / name
-    try:
-        checkpoint = open_checkpoint(path, files=())  # the main process has verified it
-        if checkpoint.identity != identity:
-            raise UserError("its weights are others")
-    except UserError as error:
-        raise UserError(
-            f"process {world.rank} cannot see {path} as the main process does ({error}): "
-            "put run_dir where all machines see it"
-        ) from None
+    name = world.exchange(checkpoint and checkpoint.path.name)[0]
+    if name is not None:
+        path = run_dir / "checkpoints" / name
+        if not world.is_main and path.exists():
+            checkpoint = open_checkpoint(path, files=())  # the main process has verified it
+        seen = checkpoint and checkpoint.identity
+        world.check_equal({"the checkpoint in run_dir, which all machines must see": seen})
     return checkpoint
 
 

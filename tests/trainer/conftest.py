@@ -76,7 +76,8 @@ def factor_at(monkeypatch):
     def inject(factors, times=math.inf):
         left = dict.fromkeys(factors, times)
         now = {"factor": 1.0}
-        take_step, forward = trainer.loop.take_step, trainer.step.SummedLoss.forward
+        take_step = trainer.loop.take_step
+        forward = trainer.step.SummedLoss.forward
 
         def taking(run, *given, **named):
             step = run.state.step + 1

@@ -235,7 +235,9 @@ class KillingDisk(Disk):
 
     def __init__(self, kill, trace):
         super().__init__()
-        self._kill, self._trace, self._write = kill, os.open(trace, os.O_WRONLY | os.O_CREAT), os.write
+        self._kill = kill
+        self._trace = os.open(trace, os.O_WRONLY | os.O_CREAT)
+        self._write = os.write
 
     def begun(self, done):
         """Kill the process if it is the chosen operation."""
@@ -260,7 +262,8 @@ class RecordingDisk(Disk):
 
     def __init__(self, run_dir):
         super().__init__(run_dir)
-        self._run_dir, self._left = run_dir, {}
+        self._run_dir = run_dir
+        self._left = {}
 
     @property
     def left(self):
@@ -280,7 +283,8 @@ class RecordingDisk(Disk):
     def _files(self, power):
         files = {}
         for path in sorted(self._run_dir.rglob("*")):
-            name, status = str(path.relative_to(self._run_dir)), path.stat()
+            name = str(path.relative_to(self._run_dir))
+            status = path.stat()
             files[name] = None if path.is_dir() else path.read_bytes()
             _, synced = self.synced.get((status.st_dev, status.st_ino), (None, 0))
             if power and files[name] is not None:
@@ -318,7 +322,8 @@ class LimitedFiles:
     error = os.strerror(errno.EFBIG)
 
     def __init__(self, limit):
-        self.limit, self._before = limit, resource.getrlimit(resource.RLIMIT_FSIZE)
+        self.limit = limit
+        self._before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill(self):
         """Let no file grow beyond the limit."""
@@ -339,7 +344,8 @@ def draw(count, *_):
 
 def train():
     """A process of a life, from its fork to its end."""
-    job, rank = json.loads(sys.argv[1]), int(os.environ["RANK"])
+    job = json.loads(sys.argv[1])
+    rank = int(os.environ["RANK"])
     if os.environ["WORLD_SIZE"] == "1":
         del os.environ["RANK"]  # as started without a launcher
     faulthandler.enable()

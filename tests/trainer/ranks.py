@@ -120,6 +120,13 @@ def alone(*arguments):
         process.end()
 
 
+def run_alone(*arguments):
+    """Starts such a process, and waits for its end."""
+    with alone(*arguments) as process:
+        (end,) = finish(process)
+    return end
+
+
 def finish(*processes, seconds=240):
     """Waits for processes; returns their exit statuses and output."""
     return [Result(*process.wait(seconds)) for process in processes]

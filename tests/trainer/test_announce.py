@@ -17,7 +17,8 @@ def said(config):
 
 
 def test_six_lines_say_what_a_run_is(tiny, dataset_dir):
-    config, splits = tiny({"eval.batches": None}), read_manifest(dataset_dir).splits
+    config = tiny({"eval.batches": None})
+    splits = read_manifest(dataset_dir).splits
     train, val = (splits[name].total.tokens for name in ("train", "val"))
     read = f"(tokenizer bytes, 257 ids); training reads 384 tokens, {384 / train:.3g} epochs"
     assert start_lines(open_run(config)) == [

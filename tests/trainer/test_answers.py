@@ -17,7 +17,8 @@ from trainer.loop import fit
 from trainer.records.announce import announce_run
 from trainer.records.metrics import read_metrics
 
-EOT, ASSISTANT = 256, 259  # of bytes
+EOT = 256
+ASSISTANT = 259  # of bytes
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
 
@@ -37,11 +38,16 @@ def conversations_of(config, split):
     """For each conversation of a split: its ids after <|endoftext|>, and where targets are, one after the other."""
     stream = TokenStream(config.dataset_dir, read_manifest(config.dataset_dir), split)
     ids = stream.read(0, stream.n_tokens).tolist()
-    found, conversation, counted, in_answer = [], [EOT], [], False
+    found = []
+    conversation = [EOT]
+    counted = []
+    in_answer = False
     for token in ids:
         if token == EOT:
             found.append((conversation, counted))
-            conversation, counted, in_answer = [EOT], [], False
+            conversation = [EOT]
+            counted = []
+            in_answer = False
             continue
         conversation.append(token)
         counted.append(in_answer)
@@ -54,7 +60,8 @@ def loss_by_definition(gpt, conversations, seq_len):
     """The mean loss of all tokens of answers, one conversation alone after the other, and their number."""
     losses = []
     for ids, counted in conversations:
-        ids, counted = torch.tensor(ids[: seq_len + 1]), torch.tensor(counted[:seq_len])
+        ids = torch.tensor(ids[: seq_len + 1])
+        counted = torch.tensor(counted[:seq_len])
         with torch.no_grad():
             logits = gpt(ids[None, :-1])[0].double()
         losses += cross_entropy(logits, ids[1:], reduction="none")[counted].tolist()
@@ -163,7 +170,9 @@ def test_markers_begin_as_the_mean_of_the_trained_ids(base, chat, tmp_path, tied
     after = open_run(chat(begun | {"model.pad_vocab": now, "model.tied": tied})).gpt
     tables = {"embed.weight"} if tied else {"embed.weight", "output.weight"}
     for name, value in after.state_dict().items():
-        was, first, padding = before.state_dict()[name], 257, 262
+        was = before.state_dict()[name]
+        first = 257
+        padding = 262
         if name not in tables:
             assert torch.equal(value, was)
             continue

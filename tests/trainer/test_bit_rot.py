@@ -131,7 +131,8 @@ def test_none_whole_is_an_error_and_nothing_is_touched(config, rng, capsys):
 def test_no_bit_of_what_is_text_can_flip(config, rng, name):
     """A flipped bit in any byte is detected; with the bytes restored, the state is the same."""
     newest = checkpoint_path(config.run_dir, 4)
-    before, state = (newest / name).read_bytes(), open_checkpoint(newest).state
+    before = (newest / name).read_bytes()
+    state = open_checkpoint(newest).state
     for i in range(len(before)):
         changed = bytearray(before)
         changed[i] ^= 1 << rng.randrange(8)

@@ -95,7 +95,8 @@ def test_two_processes_of_which_one_is_killed_go_on(quick, strategy):
     """The main process is killed before an operation, and then the other."""
     config = quick({"runtime.micro_batch": 2, "runtime.strategy": strategy})
     operations = finish(config, processes=2).operations
-    expected, first = result(config.run_dir), 0 if strategy == "ddp" else 16
+    expected = result(config.run_dir)
+    first = 0 if strategy == "ddp" else 16
     for kill in list(kills(operations))[first::32]:
         shutil.rmtree(config.run_dir)
         assert live(config, processes=2, kill=kill).killed

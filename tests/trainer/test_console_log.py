@@ -50,8 +50,7 @@ def test_a_link_in_place_of_the_log_leads_nowhere(tiny, tmp_path):
 @pytest.mark.slow
 def test_several_processes_and_their_parent_share_a_log(tiny_args, tmp_path):
     dies = IN_STEP.format(when="(step, rank) == (3, 1)", fault="os.kill(os.getpid(), 9)")
-    with ranks.alone("-c", dies, *tiny_args, "runtime.processes=2") as process:
-        (end,) = ranks.finish(process)
+    end = ranks.run_alone("-c", dies, *tiny_args, "runtime.processes=2")
     log = (tmp_path / "run" / "console.log").read_text()
     assert sorted(log.splitlines()) == lines_of(end)
     assert log.count("was ended by SIGKILL") == 1

@@ -94,7 +94,8 @@ def test_without_a_launcher_it_is_told_how(command, tiny_args):
 
 
 def test_alone_nothing_is_shared():
-    world, value = World(torch.device("cpu")), torch.arange(3.0)
+    world = World(torch.device("cpu"))
+    value = torch.arange(3.0)
     assert world.unshard(value) is value
     assert torch.equal(world.shard_like(value, torch.zeros(3)), value)
     assert [v.tolist() for v in world.gather(value)] == [[0, 1, 2]]

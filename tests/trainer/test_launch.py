@@ -101,8 +101,7 @@ def ended(process):
 
 def test_a_run_in_two_processes_is_one_run(command, args, tmp_path):
     assert command("train", *args, "runtime.processes=1", f"run_dir={tmp_path / 'one'}").status == 0
-    with ranks.alone("train.py", *args) as process:
-        end = ended(process)
+    end = ranks.run_alone("train.py", *args)
     assert (end.status, end.err) == (0, "")
     assert end.out.count("device    the CPU: 2 processes of one thread, in float32\n") == 1
     assert len(lines := end.out.splitlines()) == len(set(lines)), "nothing is printed twice"
@@ -118,8 +117,7 @@ def test_all_processes_of_eval_read_the_same_whole_checkpoint(command, args, tmp
     newest = max((tmp_path / "run" / "checkpoints").glob("step-*"))
     with open(newest / "model.safetensors", "r+b") as file:
         file.truncate(100)
-    with ranks.alone("eval.py", f"checkpoint={tmp_path / 'run'}", "runtime.device=cpu", "contexts=[]") as process:
-        end = ended(process)
+    end = ranks.run_alone("eval.py", f"checkpoint={tmp_path / 'run'}", "runtime.device=cpu", "contexts=[]")
     assert end.status == 0
     assert end.err.count("warning") == 1, "the damaged one is named once"
 
@@ -128,8 +126,7 @@ def test_all_processes_of_eval_read_the_same_whole_checkpoint(command, args, tmp
 def test_resuming_does_not_change_a_bit(args, tmp_path):
     ranks.run(2, "train.py", *args, f"run_dir={tmp_path / 'whole'}")
     for options in (["stop_at=4"], []):
-        with ranks.alone("train.py", *args, *options) as process:
-            assert ended(process).status == 0
+        assert ranks.run_alone("train.py", *args, *options).status == 0
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
@@ -210,10 +207,8 @@ def test_a_killed_parent_lets_its_processes_save_and_leaves_none(args, tmp_path)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_in_one_process_is_one_line_and_a_bug_a_traceback(args, rank):
     fault = "from common.settings import UserError; raise UserError('the disk: is full')"
-    with ranks.alone("-c", faulty(rank, fault), *args) as process:
-        end = ended(process)
+    end = ranks.run_alone("-c", faulty(rank, fault), *args)
     assert (end.status, end.err) == (1, "error: the disk: is full\n")
-    with ranks.alone("-c", faulty(rank, "1 / 0"), *args, "runtime.device=cpu") as process:
-        end = ended(process)
+    end = ranks.run_alone("-c", faulty(rank, "1 / 0"), *args, "runtime.device=cpu")
     assert end.status == 1
     assert end.err.count("Traceback") == end.err.count("ZeroDivisionError: division by zero\n") == 1

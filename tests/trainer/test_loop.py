@@ -129,7 +129,8 @@ def test_bfloat16_trains_float32_weights(tiny):
     run = open_run(tiny({"runtime.dtype": "bfloat16"}))
     exact = open_run(tiny())
     assert {p.dtype for p in run.gpt.parameters()} == {torch.float32}
-    loss, expected = run.train_step()["loss"], exact.train_step()["loss"]
+    loss = run.train_step()["loss"]
+    expected = exact.train_step()["loss"]
     assert loss != expected
     assert loss == pytest.approx(expected, rel=2**-7)  # bfloat16 has 8 bits
 

@@ -85,8 +85,10 @@ def test_initial_weights_are_those_of_the_table(block, position, tied, norm):
     """Beside the tuned model's own. A mean of n squares of normal numbers errs by less than 5 sqrt(2 / n)."""
     parts = {"block": block, "position": position, "tied": tied, "norm": norm, "attention": LINEAR}
     last = "norm" if norm == "layer" else "output"  # RMSNorm has no weights
-    w, d = 4, 2
-    tuned, gpt = gpt_of(**BASE, **parts), new_gpt(BASE, 32 * w, 2 * d, **parts)
+    w = 4
+    d = 2
+    tuned = gpt_of(**BASE, **parts)
+    gpt = new_gpt(BASE, 32 * w, 2 * d, **parts)
     expected = {"hidden": w**-0.5, "to stream": w**-0.5 / d, "last": 1 / w, "other": 1, "bias to stream": 1}
     ours = dict(gpt.named_parameters())
     for name, p in tuned.named_parameters():
@@ -99,7 +101,8 @@ def test_initial_weights_are_those_of_the_table(block, position, tied, norm):
 )
 def test_training_is_that_of_complete_p_with_its_multipliers(block, tied, norm):
     """In float64, without eps: activations times 1 / d and logits times 1 / w, as the paper has it."""
-    w, d = 2, 3
+    w = 2
+    d = 3
     parts = {"block": block, "tied": tied, "norm": norm, "position": "log_recurrence", "attention": LINEAR}
     parts |= {"ngrams": [1, 2], "logit_cap": None if norm == "layer" else 15.0}
     last = "norm" if norm == "layer" else "output"
@@ -141,7 +144,8 @@ def test_without_a_last_weight_to_scale_transfer_is_refused():
 
 
 def test_muons_updates_have_the_spectral_norm_of_the_tuned_models():
-    w, d = 2, 3
+    w = 2
+    d = 3
     gpt = new_gpt(BASE, 32 * w, 2 * d, block="glu", attention=FLAGSHIP)
     optim = optim_of("muon", BASE, weight_decay=0.3)
     optimizer = optim.build(gpt)

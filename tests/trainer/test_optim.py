@@ -37,10 +37,12 @@ def test_weights_decay_and_biases_and_norms_do_not(tiny):
 
 @pytest.mark.parametrize(("config", "regrouped"), [(OPTIM, False), (OPTIM, True), (MUON, False), (TRANSFERRED, False)])
 def test_training_goes_on_to_the_bit_from_state_that_was_saved_by_name(tiny, config, regrouped):
-    first, second = GPT(tiny().model), GPT(tiny().model)
+    first = GPT(tiny().model)
+    second = GPT(tiny().model)
     optimizer = config.build(first)
     train(first, optimizer, range(5))
-    weights, state = save(first.state_dict()), save(named_state(first, optimizer))
+    weights = save(first.state_dict())
+    state = save(named_state(first, optimizer))
 
     second.load_state_dict(load(weights))
     restored = config.build(second)
@@ -125,10 +127,12 @@ def test_muon_is_torchs_own_for_each_of_the_matrices(tiny, monkeypatch, at_once)
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("at_once", [1, 2**27])
-def test_processes_share_muons_products_and_no_bit_changes(tiny, monkeypatch, at_once):
-    """Three processes are threads here; `at_once` is what they send at once."""
-    sent, meeting, products, definition = [None] * 3, threading.Barrier(3), Counter(), optim.orthogonalize
+def test_processes_share_muons_products_and_no_bit_changes(tiny, monkeypatch):
+    """Three processes are threads here."""
+    sent = [None] * 3
+    meeting = threading.Barrier(3)
+    products = Counter()
+    definition = optim.orthogonalize
 
     class Sharing(World):
         def gather(self, value):
@@ -143,14 +147,14 @@ def test_processes_share_muons_products_and_no_bit_changes(tiny, monkeypatch, at
         return definition(x, dtype)
 
     def trained(gpt, world):
-        optimizer, generator = TRANSFERRED.build(gpt, world), torch.Generator().manual_seed(1)
+        optimizer = TRANSFERRED.build(gpt, world)
+        generator = torch.Generator().manual_seed(1)
         for _ in range(3):
             for p in gpt.parameters():
                 p.grad = torch.randn(p.shape, generator=generator)
             optimizer.step()
         return [*gpt.parameters(), *named_state(gpt, optimizer).values()]
 
-    monkeypatch.setattr(optim, "_AT_ONCE", at_once)
     monkeypatch.setattr(optim, "orthogonalize", counted)
     gpts = [GPT(tiny(FLAGSHIP | {"model.n_layer": 3}).model) for _ in range(4)]
     for gpt in gpts:
@@ -162,5 +166,4 @@ def test_processes_share_muons_products_and_no_bit_changes(tiny, monkeypatch, at
         found = list(pool.map(trained, gpts, [Sharing(torch.device("cpu"), rank, 3) for rank in range(3)]))
     for theirs in found:
         assert all(torch.equal(a, b) for a, b in zip(alone, theirs, strict=True))
-    if at_once > 1:
-        assert [*products.values()] == [all_products // 3] * 3
+    assert [*products.values()] == [all_products // 3] * 3

@@ -54,7 +54,8 @@ def test_gradients_are_those_of_the_whole(tiny, name, documents):
             p.add_(0.3 * torch.randn(p.shape, dtype=p.dtype))
     ids = torch.randint(50, (2, 152))
     ids[:, torch.tensor([40, 64, 65, 129])] = run.tokenizer.eot_id
-    x, y = ids[:, 20:-1], ids[:, 21:].clone()  # 131 tokens
+    x = ids[:, 20:-1]
+    y = ids[:, 21:].clone()  # 131 tokens
     y[0, 50:70] = IGNORED
     loss, wanted = gradients(run, None, x, y)
     for chunk in (130, 64, 23):

@@ -30,7 +30,8 @@ def val(step, loss=3.0):
     ids=["one point", "one evaluation", "many", "nothing"],
 )
 def test_a_picture_of(lines, tmp_path, monkeypatch, capsys):
-    path, drawn = tmp_path / "loss.png", []
+    path = tmp_path / "loss.png"
+    drawn = []
     monkeypatch.setattr("trainer.records.curves.png", lambda figure: drawn.append(figure) or png(figure))
     path.write_bytes(b"an older picture")
     draw_losses(RunCurves(lines), path, "runs/[x] $y$ _z")

@@ -13,7 +13,8 @@ from trainer.records.announce import TrainingProgress
 
 
 def line(step, loss, rate=100.0, mfu=None):
-    lr, norm = 0.008 / step, 1.23456
+    lr = 0.008 / step
+    norm = 1.23456
     return {"step": step, "loss": loss, "lr": lr, "grad_norm": norm, "tokens_per_second": rate, "mfu": mfu}
 
 

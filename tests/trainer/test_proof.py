@@ -176,6 +176,17 @@ def test_if_plain_torch_is_wrong_too_a_line_says_what_to_do(kernel_of):
         proof.choose_form(model(), lambda: Difference(2.0, "0.3"), WORLD)
 
 
+def test_a_process_that_lost_its_gpu_ends_with_a_line(monkeypatch):
+    """After an illegal memory access everything fails."""
+
+    def lost(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    with pytest.raises(UserError, match=r"^CUDA error: an illegal .*: use runtime.kernels=false$"):
+        proof.choose_form(model(), lost, World(torch.device("cuda")))
+
+
 def test_a_difference_is_relative_to_the_norm_of_a_group_or_of_most():
     """NaN is wrong; a gradient far below the whole is compared with the whole."""
     expected = [{"large": torch.tensor([[3.0, 1.0, 1e-3]]), "small": torch.tensor([[1e-9]])}]

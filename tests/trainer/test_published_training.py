@@ -25,11 +25,14 @@ def trained(gpt, token_ids, training, micro_batch):
     optim = decode(AdamWConfig, {"name": "adamw", "grad_clip": training["clip"]} | {n: training[n] for n in names})
     names = ("warmup_steps", "start", "end")
     schedule = decode(OneCycle, {"name": "one_cycle"} | {name: training[name] for name in names})
-    compute, optimizer, steps = Compute(torch.device("cpu"), torch.float64), optim.build(gpt), []
+    compute = Compute(torch.device("cpu"), torch.float64)
+    optimizer = optim.build(gpt)
+    steps = []
     for step, ids in enumerate(token_ids.long()):
         factor = schedule.factor(step, len(token_ids))
         optim.set_learning_rate(optimizer, factor)
-        x, y = ids[:, :-1], ids[:, 1:].contiguous()
+        x = ids[:, :-1]
+        y = ids[:, 1:].contiguous()
         batches = list(zip(x.split(micro_batch), y.split(micro_batch), strict=True))
         done = train_step(SummedLoss(gpt), optimizer, batches, compute, grad_clip=optim.grad_clip)
         steps.append([done.loss, done.grad_norm, optim.max_lr * factor])

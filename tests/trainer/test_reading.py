@@ -73,7 +73,9 @@ def test_a_step_learns_from_each_document_alone(tiny, sets_dir):
     config = tiny({**SHORT, "dataset_dir": str(sets_dir)})
     run = open_run(config)
     torch.manual_seed(config.seed)
-    gpt, eot, nats = GPT(config.model).double(), run.tokenizer.eot_id, []
+    gpt = GPT(config.model).double()
+    eot = run.tokenizer.eot_id
+    nats = []
     for token_ids, targets in run.share(0):
         for ids, wanted in zip(token_ids, targets, strict=True):
             borders = (ids == eot).nonzero().flatten().tolist()

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
 
 
 def assert_same_run(a, b):
-    first, second = find_newest(a), find_newest(b)
+    first = find_newest(a)
+    second = find_newest(b)
     assert first.name == second.name
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
@@ -31,7 +32,8 @@ def assert_same_run(a, b):
 def test_a_run_reads_each_sequence_of_an_epoch_once_and_ends_the_same_whatever_interrupts_it(
     tiny, tmp_path, monkeypatch
 ):
-    changes, read = {"max_steps": 12, "seq_len": 256, "batch_tokens": 4096, "runtime.micro_batch": 16}, []
+    changes = {"max_steps": 12, "seq_len": 256, "batch_tokens": 4096, "runtime.micro_batch": 16}
+    read = []
     changes |= {"model.attention": {"name": "softmax"}, "model.position.name": "none", "eval.batches": 1}
     fit(tiny(changes | {"run_dir": tmp_path / "whole"}))
 

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.usefixtures("restored_torch", "plain")
 @pytest.fixture
 def before_step(monkeypatch):
     """Calls a function before the n-th step ends, when all earlier saves have ended: before_step(n, what)."""
-    calls, write = {}, Records.write
+    calls = {}
+    write = Records.write
 
     def writing(records, line):
         write(records, line)
@@ -53,7 +54,8 @@ def kept(losses, every, keep_last, keep_every):
 def test_the_newest_the_best_and_those_of_every_so_many_steps_are_kept(memory, seed):
     rng = random.Random(seed)
     for number in range(15):
-        run_dir, before = memory / str(number), []
+        run_dir = memory / str(number)
+        before = []
         policy = {"every": rng.randint(1, 4), "keep_last": rng.randint(1, 4), "keep_every": rng.choice([None, 2, 3, 5])}
         losses = [rng.randint(1, 5) for _ in range(10)]
         for step, (expected, best) in enumerate(kept(losses, **policy), start=1):

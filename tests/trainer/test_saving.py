@@ -1,6 +1,5 @@
 """Saving in the background writes the values from when the save began, and hides no error."""
 
-import errno
 import threading
 
 import pytest
@@ -46,7 +45,8 @@ def stored(run_dir, step):
 @pytest.fixture
 def gate(monkeypatch):
     """Holds the writing thread up until it is set."""
-    event, write = threading.Event(), runtime.checkpoint.save_checkpoint
+    event = threading.Event()
+    write = runtime.checkpoint.save_checkpoint
 
     def waiting(*args):
         assert event.wait(60)
@@ -69,7 +69,8 @@ def test_training_goes_on_while_the_weights_of_before_are_written(saver, state, 
 
 
 def test_the_next_save_waits_for_the_last(saver, state, tmp_path, gate):
-    weight, later = torch.zeros(3), state.model_copy(update={"step": 2})
+    weight = torch.zeros(3)
+    later = state.model_copy(update={"step": 2})
     saver.save(tensors(weight), state)
     second = threading.Thread(target=lambda: saver.save(tensors(weight.fill_(2)), later))
     second.start()
@@ -82,18 +83,11 @@ def test_the_next_save_waits_for_the_last(saver, state, tmp_path, gate):
     assert [stored(tmp_path, step).tolist() for step in (1, 2)] == [[0] * 3, [2] * 3]
 
 
-@pytest.mark.parametrize(
-    ("error", "raised"),
-    [
-        (OSError(errno.ENOSPC, "No space left on device"), UserError),
-        (ZeroDivisionError("a bug"), ZeroDivisionError),
-    ],
-)
-def test_a_failed_save_ends_the_run_before_its_next_step(tiny, monkeypatch, error, raised):
-    """Not at the next save, which may be hours away."""
+def test_a_failed_save_ends_the_run_before_its_next_step(tiny, monkeypatch):
+    """Not at the next save, which may be hours away. test_retention.py has full disks."""
 
     def fail(*_):
-        raise error
+        raise ZeroDivisionError("a bug")
 
     def step(run, *given, **named):
         steps.append(run.state.step)
@@ -102,10 +96,11 @@ def test_a_failed_save_ends_the_run_before_its_next_step(tiny, monkeypatch, erro
                 thread.join()
         return original(run, *given, **named)
 
-    original, steps = trainer.loop.take_step, []
+    original = trainer.loop.take_step
+    steps = []
     monkeypatch.setattr(runtime.checkpoint, "save_checkpoint", fail)
     monkeypatch.setattr(trainer.loop, "take_step", step)
-    with pytest.raises(raised, match=r"a bug|the save after step 2 failed \(No space left on device\)[^\n]*$"):
+    with pytest.raises(ZeroDivisionError, match="a bug"):
         fit(tiny())
     assert max(steps) <= 2
 

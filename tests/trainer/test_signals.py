@@ -54,7 +54,9 @@ def stopped_at(monkeypatch):
     """Trains until a signal comes in a forward pass, counted from 1."""
 
     def train(config, number):
-        forward, calls, noted = trainer.step.SummedLoss.forward, itertools.count(1), threading.Event()
+        forward = trainer.step.SummedLoss.forward
+        calls = itertools.count(1)
+        noted = threading.Event()
 
         def interrupted(*args):
             if next(calls) == number:

@@ -63,7 +63,8 @@ def job(tmp_path, tiny_args):
             "SLURM_NTASKS": "2",
             "SLURM_CPUS_PER_TASK": "1",
         }
-        env, pipes = environment() | slurm | more_environment, {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        env = environment() | slurm | more_environment
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         command = ["bash", str(SCRIPT), *tiny_args, *options]
         process = subprocess.Popen(command, cwd=ROOT, env=env, text=True, start_new_session=True, **pipes)
         try:

@@ -18,7 +18,8 @@ class Waits(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.reads, self.blocking_copies = [], []
+        self.reads = []
+        self.blocking_copies = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

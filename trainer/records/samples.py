@@ -51,7 +51,6 @@ def sample_text(
     prompt, prompt_ids = read_prompt(prompt, tokenizer, max_len)
     room = _TOKENS if max_len is None else min(_TOKENS, max_len - len(prompt_ids) + 1)
     generator = torch.Generator().manual_seed(seed)
-    end = torch.tensor([tokenizer.eot_id])
     ids = torch.tensor([prompt_ids], device=world.device)
     state = None
     drawn: list[int] = []
@@ -62,9 +61,7 @@ def sample_text(
             with compute.autocast():
                 logits, state = gpt(ids, state, return_state=True)
             weights = (logits[0, -1, : tokenizer.n_vocab].double().cpu() / _TEMPERATURE).softmax(-1)
-            token = end  # where a model's numbers are broken, its text ends
-            if weights.isfinite().all():
-                token = torch.multinomial(weights, 1, generator=generator)
+            token = torch.multinomial(weights, 1, generator=generator)
             # All processes go on with the token of rank 0.
             ids = world.gather(token.to(world.device))[0].view(1, 1)
             if ids.item() in tokenizer.end_ids:
