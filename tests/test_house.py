@@ -120,17 +120,16 @@ def test_what_reads_data_does_not_prepare_it():
 @pytest.mark.parametrize(
     ("modules", "allowed"),
     [
-        (["hydra", "omegaconf"], [f"cli/{name}.py" for name in ("command", "compose", "options", "sweep")]),
+        (["hydra", "omegaconf"], ["cli/compose.py", "cli/sweep.py"]),
         (["torch.distributed", "torch.nn.parallel"], ["runtime/distributed.py", "runtime/launch.py"]),
-        (["wandb"], ["trainer/records/trackers.py"]),
-        (["tensorboard", "torch.utils.tensorboard"], ["trainer/records/trackers.py"]),
+        (["wandb", "tensorboard", "torch.utils.tensorboard"], ["trainer/records/trackers.py"]),
         (["pickle", "_pickle", "pickletools", "marshal", "shelve", "dill", "joblib", "cloudpickle", "dbm"], []),
         (["torch.package", "torch.hub", "torch.jit", "torch.distributed.checkpoint", "torch.serialization"], []),
     ],
     ids=lambda value: value[0] if value else "nobody",
 )
 def test_a_package_is_imported_where_it_may_be_and_nowhere_else(modules, allowed):
-    assert [str(file) for file in FILES if imports(file, *modules) and str(file) not in allowed] == []
+    assert [str(file) for file in FILES if imports(file, *modules)] == allowed
 
 
 RUN_OR_UNPICKLE = {
@@ -165,13 +164,9 @@ def offences(tree):
     return found
 
 
-def test_nothing_runs_or_unpickles_what_it_reads():
-    assert {str(file): found for file in FILES if (found := offences(tree_of(file)))} == {}
-
-
-def test_entry_points_are_thin():
-    for name in ENTRY_POINTS:
-        assert len((ROOT / name).read_text().splitlines()) < 60, name
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_nothing_runs_or_unpickles_what_it_reads(file):
+    assert offences(tree_of(file)) == set()
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
