@@ -25,8 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 import common.console
 from cli.compose import parse_options
-from cli.mistakes import explain
-from cli.workers import among_others, let_workers_save, visible_gpus
+from cli.mistakes import explain_error
+from cli.workers import let_workers_save, share_machine, visible_gpus
 from common.console import print_error, say, warn
 from common.files import name_of, refuse_foreign
 from common.settings import JsonDict, UserError, line_for
@@ -102,7 +102,7 @@ def run_sweep(
         remedy = "Fix the cause and run the same command again: finished jobs are skipped"
         raise UserError(f"some jobs of the sweep failed ({why}). {remedy}") from None
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain(error, config_name)) from error
+        raise UserError(explain_error(error, config_name)) from error
 
 
 def _check_jobs(work: Work, config_of: ConfigOfJob, jobs: Iterable[Sequence[str]]) -> None:
@@ -195,7 +195,7 @@ def _run_job(work: Work, config: JsonDict, debug: bool, title: str) -> float | N
     searches = by_hydra.runtime.choices["hydra/sweeper"] == "optuna"
     run_dir = Path(config["run_dir"]) if "run_dir" in config else None
     try:
-        with among_others(by_hydra.runtime.choices["hydra/launcher"]):
+        with share_machine(by_hydra.runtime.choices["hydra/launcher"]):
             if run_dir:
                 common.console.has_shown_header = by_hydra.job.num > 0
                 say(f"{title}: {run_dir}")

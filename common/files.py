@@ -181,7 +181,7 @@ def new_directory(path: Path, key: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def owned(path: Path, refusal: Callable[[], str | None]) -> Iterator[None]:
+def hold_lock(path: Path, refusal: Callable[[], str | None]) -> Iterator[None]:
     """Hold the lock on `path`: a folder, or an empty file, which is created if missing.
 
     The kernel releases the lock when its holder dies in any way.

@@ -24,7 +24,7 @@ from printed import assert_one_line, commands_in
 
 from cli import compose
 from cli.compose import parse_options
-from common.command_line import overrides
+from common.command_line import format_options
 from common.settings import UserError, decode
 from tools.bench.run import BenchConfig
 from trainer.config import TrainConfig
@@ -140,11 +140,11 @@ WORDS += ["${x}", r"\${x}", r"\\${x"]
 @given(st.text(st.characters(exclude_categories=["C", "Zl", "Zp"])) | st.sampled_from(WORDS))
 def test_settings_are_printed_as_a_command_line_takes_them(text):
     for value in (text, [text, {"name": text, "n": 1}, None, True, 6e-5]):
-        (typed,) = shlex.split(overrides({"a.key": value}))
+        (typed,) = shlex.split(format_options({"a.key": value}))
         (parsed,) = parse_options([typed])
         assert parsed.key_or_group == "a.key"
         assert OmegaConf.to_container(OmegaConf.create([parsed.value()]), resolve=True) == [value]
-    assert overrides({"key": "runs/s/optim.max_lr=0.001,seed=1"}) == "key=runs/s/optim.max_lr=0.001,seed=1"
+    assert format_options({"key": "runs/s/optim.max_lr=0.001,seed=1"}) == "key=runs/s/optim.max_lr=0.001,seed=1"
 
 
 # ----- help
