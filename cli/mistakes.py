@@ -45,6 +45,7 @@ def _advice(wrong: str, config_name: str) -> str:
         return f"it is a key of {' or '.join(choices)}"
     # A group is typed with /, such as model/attention.
     typed = [key for key in known if key.replace(".", "/") not in groups] + list(groups)
+    # Keys of the same section that are alike, then keys of other sections that end alike.
     above, _, last = wrong.rpartition(".")
     section = above if any(key.startswith(f"{above}.") for key in typed) else ""
     prefix = f"{section}." if section else ""

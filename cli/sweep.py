@@ -165,6 +165,7 @@ def _sort_options(
     choices: list[list[str]] = []
     swept: dict[str, str] = {}
     for_hydra: list[str] = []
+    # A key that is given twice has its last value.
     last_of_key = {option.get_key_element(): option for option in parse_options(options)}
     for key, option in last_of_key.items():
         word = str(option.input_line)
@@ -206,10 +207,12 @@ def _run_job(work: Work, config: JsonDict, debug: bool, title: str) -> float | N
         message = line_for(error)
         if debug or not message:
             raise
-        print_error(message)  # at once; the other jobs continue
+        # Say why at once, and in the job's folder. The other jobs continue.
+        print_error(message)
         if run_dir:
             run_dir.mkdir(parents=True, exist_ok=True)
             (run_dir / _ERROR).write_text(message + "\n", encoding="utf-8")
+        # A full disk says nothing about the values that were tried.
         if searches and not isinstance(error, OSError):
             return math.inf
         raise AlreadyReportedError from None

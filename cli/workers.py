@@ -86,6 +86,7 @@ def take_gpu() -> None:
         return
     folder = Path(tempfile.gettempdir()) / f"log-gpt-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    # First a GPU that no worker has, then one that a single worker has, and so on.
     for number in count():
         for gpu in gpus:
             lock = folder / f"gpu-{gpu.replace('/', '-')}-{number}.lock"

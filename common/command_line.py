@@ -13,7 +13,7 @@ from pydantic import BeforeValidator
 T = TypeVar("T")
 
 
-def _split(value: Any) -> Any:
+def _split_items(value: Any) -> Any:
     """Split "a,b" or "[a,b]" into its items.
 
     Brackets protect the commas of an item: "[a,b],[c]" is "a,b" and "c". A path that exists is one
@@ -31,7 +31,7 @@ def _split(value: Any) -> Any:
     return [re.sub(r"^\[(.*)\]$", r"\1", item.strip()) for item in items]
 
 
-Items = Annotated[list[T], BeforeValidator(_split)]
+Items = Annotated[list[T], BeforeValidator(_split_items)]
 """The type of an option that takes several values: KEY=a,b or KEY=[a,b]."""
 
 

@@ -194,11 +194,13 @@ class Track:
         self.done += units
         self.note = note or self.note
         now = time.monotonic()
+        # Drawing takes longer than many units do.
         if self._bars and now - self.last_drawn >= _SECONDS_BETWEEN_BARS:
             self.last_drawn = now
             rate = (self.done - self.first) / (now - self.started)
             text = f"{Track.line(self)} {rate:,.1f}/s"
             self._bars.update(self._task, completed=self.done, description=text, refresh=True)
+        # Lines come less often as time goes by: every 5 seconds at first, then every minute.
         pause = min(max(_SECONDS_BETWEEN_LINES, (now - self.started) / 50), 60.0)
         if now - self.last_line >= pause:
             self.flush()

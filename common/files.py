@@ -198,6 +198,7 @@ def hold_lock(path: Path, refusal: Callable[[], str | None]) -> Iterator[None]:
         flags = os.O_RDONLY
     handle = os.open(path, flags, 0o644)
     try:
+        # The kernel's own wait could not call `refusal`.
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

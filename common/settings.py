@@ -176,6 +176,7 @@ def suggest_name(wrong: str, allowed: Iterable[str], prefix: str = "") -> str:
     For example, runtime.dtype ends like dtype. `prefix` comes before a suggested name.
     """
     names = sorted(allowed)
+    # "lr" ends "optim.lr" and "max_lr"; a typing error is found by likeness.
     end = re.compile(rf"(^|[._]){re.escape(wrong.rpartition('.')[2])}$")
     alike = []
     if wrong:
