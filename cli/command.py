@@ -19,9 +19,9 @@ from cli.mistakes import check_form, explain_dashes
 from cli.stored_settings import compose_command
 from cli.sweep import Work, run_sweep
 from common import exits
-from common.command_line import in_hydras_grammar
+from common.command_line import format_value
 from common.console import guard_output, print_error
-from common.settings import JsonDict, Settings, UserError, flat, line_for
+from common.settings import JsonDict, Settings, UserError, flatten, line_for
 
 EXTRAS = {
     "fastapi": "serve",
@@ -98,7 +98,7 @@ def command(
         is_wrong_option = isinstance(error, UserError) and not has_begun
         status = _report(message, exits.WRONG_OPTIONS if is_wrong_option else 1)
     if status or exits.at_once:
-        exits.leave(status)
+        exits.end_process(status)
 
 
 def configure(
@@ -120,7 +120,7 @@ def configure(
         UserError: an option is wrong.
     """
     words = quote_texts(options, text_keys)
-    words += [f"{key}={in_hydras_grammar(value)}" for key, value in flat(keywords).items()]
+    words += [f"{key}={format_value(value)}" for key, value in flatten(keywords).items()]
     check_form(words, config_name)
     words = quote_numbers(words, lambda: resolve_name(settings))
     config = compose_command(config_name, words)

@@ -19,8 +19,8 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from cli.mistakes import example_of, explain
-from common.command_line import in_hydras_grammar, quote_text
+from cli.mistakes import example_of, explain_error
+from common.command_line import format_value, quote_text
 from common.config_files import CONFIGS
 from common.settings import JsonDict, Settings, UserError
 
@@ -50,13 +50,13 @@ def compose(
         folder = Path(os.path.expanduser(config_dir)).resolve()
         if not folder.is_dir():
             raise UserError(f"--config-dir {config_dir} is not a folder")
-        options.append(f"hydra.searchpath=[{in_hydras_grammar(f'file://{folder}')}]")
+        options.append(f"hydra.searchpath=[{format_value(f'file://{folder}')}]")
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
             composed = hydra.compose(config_name, options)
     except (HydraException, OmegaConfBaseException, OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(explain(error, config_name)) from error
+        raise UserError(explain_error(error, config_name)) from error
     # Resolve references, and turn the configuration into plain data.
     try:
         plain: JsonDict = OmegaConf.to_container(composed, resolve=True, throw_on_missing=complete)  # type: ignore
@@ -64,7 +64,7 @@ def compose(
         advice = f"for example, {example_of(config_name)}"
         raise UserError(f"Missing mandatory value: {error.full_key}: {advice}") from None
     except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key}: {explain(error)}") from None
+        raise UserError(f"{error.full_key}: {explain_error(error)}") from None
     for key in _PATHS:
         if isinstance(plain.get(key), str):
             plain[key] = os.path.expanduser(plain[key])
@@ -84,7 +84,7 @@ def quote_texts(options: Iterable[str], text_keys: Collection[str]) -> list[str]
     for option in options:
         key, equals, text = option.partition("=")
         is_text = equals and key in text_keys
-        quoted.append(f"{key}={in_hydras_grammar(text)}" if is_text else option)
+        quoted.append(f"{key}={format_value(text)}" if is_text else option)
     return quoted
 
 
@@ -106,7 +106,7 @@ def parse_options(options: Iterable[str]) -> list[Override]:
     try:
         return OverridesParser.create().parse_overrides(read_options(options))
     except HydraException as error:
-        raise UserError(explain(error)) from None
+        raise UserError(explain_error(error)) from None
 
 
 def quote_numbers(
@@ -147,7 +147,7 @@ def _bare_keys(option: str) -> str:
         mapping = json.loads(value) if value.startswith("{") else None
     except ValueError:
         return option
-    return f"{key}={in_hydras_grammar(mapping)}" if mapping else option
+    return f"{key}={format_value(mapping)}" if mapping else option
 
 
 def _quoted(option: str) -> str:

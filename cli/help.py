@@ -16,6 +16,7 @@ def help_of(config_name: str) -> str:
     text = (CONFIGS / f"{config_name}.yaml").read_text(encoding="utf-8")
     comment, _, body = text.partition("\n\n")
     header = re.sub("^# ?", "", comment, flags=re.MULTILINE)
+    # Keys are shown as the file has them, with values and comments.
     keys = DEFAULTS.sub("", body).split("\n")
     # A section is a file whose first line explains it.
     for file, section in re.findall(r"^  - (\w+)@(\w+)$", body, re.MULTILINE):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.config_files import CONFIGS, config_file, groups_of, keys_of
-from common.settings import UserError, nearest
+from common.settings import UserError, suggest_name
 
 _ASIDES = ("To append", "See https", "full_key", "object_type", "reference_type")
 """Lines of Hydra's messages that begin like this do not say what is wrong."""
@@ -20,7 +20,7 @@ _ELSEWHERE = {
 """Keys of other frameworks, and what to type here when training."""
 
 
-def explain(error: Exception, config_name: str = "") -> str:
+def explain_error(error: Exception, config_name: str = "") -> str:
     """Return Hydra's message as one line, with what to type if a key or a name is not known."""
     first = str(error).split("\n\n")[0]
     lines = [line.strip(" ^") for line in first.splitlines()]
@@ -36,7 +36,7 @@ def _advice(wrong: str, config_name: str) -> str:
     groups = groups_of(config_name)
     group, _, name = wrong.rpartition("/")
     if group in groups:
-        return nearest(name, groups[group], f"{group}=")
+        return suggest_name(name, groups[group], f"{group}=")
     if groups and wrong in _ELSEWHERE:
         return _ELSEWHERE[wrong]
     known = keys_of(config_name)
@@ -45,11 +45,12 @@ def _advice(wrong: str, config_name: str) -> str:
         return f"it is a key of {' or '.join(choices)}"
     # A group is typed with /, such as model/attention.
     typed = [key for key in known if key.replace(".", "/") not in groups] + list(groups)
+    # Keys of the same section that are alike, then keys of other sections that end alike.
     above, _, last = wrong.rpartition(".")
     section = above if any(key.startswith(f"{above}.") for key in typed) else ""
     prefix = f"{section}." if section else ""
     keys = [key.removeprefix(prefix) for key in typed if key.startswith(prefix)]
-    advice = nearest(last, [key for key in keys if not re.search("[./]", key)], prefix)
+    advice = suggest_name(last, [key for key in keys if not re.search("[./]", key)], prefix)
     alike = [key for key in typed if re.search(rf"[._/]{re.escape(last)}$", key)]
     if alike and not advice.startswith("did you mean"):
         return f"did you mean {' or '.join(map(repr, alike[:4]))}?"

@@ -37,12 +37,14 @@ def compose_command(
     if config_name not in ("train", "plan"):
         return compose(config_name, options, config_dir, complete)
     typed = _typed_values(options)
+    # Without typed settings of a new run, those of the run in run_dir count.
     stored = {} if job else _run_to_continue(typed, complete)
     config = _composed(config_name, options, config_dir, complete, stored)
     # A run that exists keeps its vocabulary, even if its other settings are composed anew.
     model: JsonDict = {}
     if config_name == "train" or stored:
         model = _stored_run(Path(str(config.get("run_dir")), job)).get("model", {})
+    # init_from gives the model of other weights, unless one is typed.
     takes_model = config.get("init_from") is not None and "model" not in typed and not stored
     if takes_model:
         model = model or _model_of(Path(str(config["init_from"])))
@@ -97,6 +99,7 @@ def _composed(
     typed = _typed_values(options).keys()
     # A stored dataset_dir is merged in below, so it need not be among the options.
     chosen = ["dataset_dir=null"] if "dataset_dir" in stored else []
+    # The run's choice in every group for which none is typed.
     for group, names in groups_of("train").items():
         name = value_at(stored, *group.split("/"), "name")
         # A typed model=X also chooses the group model/attention.
@@ -106,6 +109,7 @@ def _composed(
     trackers = [name for name in groups_of("train")["tracker"] if value_at(stored, "tracker", name)]
     if trackers and "tracker" not in typed:
         chosen.append(f"tracker=[{','.join(trackers)}]")
+    # What is typed wins over what is stored.
     composed = compose(config_name, [*chosen, *options], config_dir, complete)
     fixed_keys = {key.replace("/", ".") for key in typed} | _OF_ONE_COMMAND
     return _merged(composed, stored, fixed_keys)

@@ -25,8 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 import common.console
 from cli.compose import parse_options
-from cli.mistakes import explain
-from cli.workers import among_others, let_workers_save, visible_gpus
+from cli.mistakes import explain_error
+from cli.workers import let_workers_save, share_machine, visible_gpus
 from common.console import print_error, say, warn
 from common.files import name_of, refuse_foreign
 from common.settings import JsonDict, UserError, line_for
@@ -102,7 +102,7 @@ def run_sweep(
         remedy = "Fix the cause and run the same command again: finished jobs are skipped"
         raise UserError(f"some jobs of the sweep failed ({why}). {remedy}") from None
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain(error, config_name)) from error
+        raise UserError(explain_error(error, config_name)) from error
 
 
 def _check_jobs(work: Work, config_of: ConfigOfJob, jobs: Iterable[Sequence[str]]) -> None:
@@ -165,6 +165,7 @@ def _sort_options(
     choices: list[list[str]] = []
     swept: dict[str, str] = {}
     for_hydra: list[str] = []
+    # A key that is given twice has its last value.
     last_of_key = {option.get_key_element(): option for option in parse_options(options)}
     for key, option in last_of_key.items():
         word = str(option.input_line)
@@ -195,7 +196,7 @@ def _run_job(work: Work, config: JsonDict, debug: bool, title: str) -> float | N
     searches = by_hydra.runtime.choices["hydra/sweeper"] == "optuna"
     run_dir = Path(config["run_dir"]) if "run_dir" in config else None
     try:
-        with among_others(by_hydra.runtime.choices["hydra/launcher"]):
+        with share_machine(by_hydra.runtime.choices["hydra/launcher"]):
             if run_dir:
                 common.console.has_shown_header = by_hydra.job.num > 0
                 say(f"{title}: {run_dir}")
@@ -206,10 +207,12 @@ def _run_job(work: Work, config: JsonDict, debug: bool, title: str) -> float | N
         message = line_for(error)
         if debug or not message:
             raise
-        print_error(message)  # at once; the other jobs continue
+        # Say why at once, and in the job's folder. The other jobs continue.
+        print_error(message)
         if run_dir:
             run_dir.mkdir(parents=True, exist_ok=True)
             (run_dir / _ERROR).write_text(message + "\n", encoding="utf-8")
+        # A full disk says nothing about the values that were tried.
         if searches and not isinstance(error, OSError):
             return math.inf
         raise AlreadyReportedError from None

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import FrameType
 
 from common.console import guard_output, say
-from common.exits import AGAIN, leave_at_once
-from common.files import owned
+from common.exits import AGAIN, end_process_at_once
+from common.files import hold_lock
 from common.settings import UserError
 
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -23,7 +23,7 @@ _held = contextlib.ExitStack()  # this process's GPU, until it ends
 
 
 @contextlib.contextmanager
-def among_others(launcher: str) -> Iterator[None]:
+def share_machine(launcher: str) -> Iterator[None]:
     """Run a job of a sweep as its launcher needs it.
 
     Launcher "basic" runs one job after the other, and needs nothing.
@@ -65,7 +65,7 @@ def let_workers_save() -> None:
     """Let Ctrl-C end this process only: joblib would kill its workers while they save."""
 
     def leave(number: int, frame: FrameType | None) -> None:
-        leave_at_once(
+        end_process_at_once(
             128 + number,
             "interrupted; the jobs save their steps, and the same command continues them",
         )
@@ -86,11 +86,12 @@ def take_gpu() -> None:
         return
     folder = Path(tempfile.gettempdir()) / f"log-gpt-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    # First a GPU that no worker has, then one that a single worker has, and so on.
     for number in count():
         for gpu in gpus:
             lock = folder / f"gpu-{gpu.replace('/', '-')}-{number}.lock"
             with contextlib.suppress(UserError):  # another worker has it
-                _held.enter_context(owned(lock, lambda: "taken"))
+                _held.enter_context(hold_lock(lock, lambda: "taken"))
                 os.environ["CUDA_VISIBLE_DEVICES"] = gpu
                 return say(f"process {os.getpid()} trains on GPU {gpu}")
 

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator
 T = TypeVar("T")
 
 
-def _split(value: Any) -> Any:
+def _split_items(value: Any) -> Any:
     """Split "a,b" or "[a,b]" into its items.
 
     Brackets protect the commas of an item: "[a,b],[c]" is "a,b" and "c". A path that exists is one
@@ -31,7 +31,7 @@ def _split(value: Any) -> Any:
     return [re.sub(r"^\[(.*)\]$", r"\1", item.strip()) for item in items]
 
 
-Items = Annotated[list[T], BeforeValidator(_split)]
+Items = Annotated[list[T], BeforeValidator(_split_items)]
 """The type of an option that takes several values: KEY=a,b or KEY=[a,b]."""
 
 
@@ -42,17 +42,17 @@ _PLAIN = re.compile(r"[\w./-]+( [\w./-]+)+|(?=.*=)[\w.,/=+-]+( [\w.,/=+-]+)*", r
 runs/sweep/a=1,b=2."""
 
 
-def overrides(settings: Mapping[str, Any]) -> str:
+def format_options(settings: Mapping[str, Any]) -> str:
     """Return settings as arguments of our command lines, quoted for a shell."""
     options = []
     for key, value in settings.items():
         is_plain = _PLAIN.fullmatch(str(value))
-        text = value if is_plain else in_hydras_grammar(value)
+        text = value if is_plain else format_value(value)
         options.append(shlex.quote(f"{key}={text}"))
     return " ".join(options)
 
 
-def in_hydras_grammar(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value as Hydra's grammar writes it.
 
     A text that the grammar would read as something else is quoted.
@@ -61,10 +61,10 @@ def in_hydras_grammar(value: Any) -> str:
         members = []
         for key, item in value.items():
             bare_key = re.sub(r"([\\()\[\]{}:=, ])", r"\\\1", key)
-            members.append(f"{bare_key}:{in_hydras_grammar(item)}")
+            members.append(f"{bare_key}:{format_value(item)}")
         return f"{{{','.join(members)}}}"
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(in_hydras_grammar, value))}]"
+        return f"[{','.join(map(format_value, value))}]"
     if isinstance(value, Path):
         value = str(value)
     if not isinstance(value, str):
@@ -83,9 +83,9 @@ def quote_text(text: str) -> str:
     return '"' + re.sub(r'(\\+)(?="|\Z)', r"\1\1", text).replace('"', r"\"") + '"'
 
 
-def changes_of(changed: dict[str, tuple[Any, Any]], before: str) -> list[str]:
+def format_changes(changed: dict[str, tuple[Any, Any]], before: str) -> list[str]:
     """Return changed settings, old and new by key, as they are typed: "seed=2 (BEFORE 1)"."""
     return [
-        f"{key}={in_hydras_grammar(new)} ({before} {in_hydras_grammar(old)})"
+        f"{key}={format_value(new)} ({before} {format_value(old)})"
         for key, (old, new) in changed.items()
     ]

@@ -32,17 +32,19 @@ def config_file(name: str) -> ConfigFile:
     content = yaml.safe_load(text) or {}
     values: dict[str, Any] = {}
     comments: dict[str, str] = {}
+    # The files that it is based on come first. Its own keys replace theirs.
     for base in content.pop("defaults", []):
         if isinstance(base, dict):  # a group and the chosen file
             ((group, choice),) = base.items()
             group = group.removeprefix("override ")
             if choice is not None:
-                values[group] = config_file(f"{_beside(name, group)}/{choice}").values
+                values[group] = config_file(f"{_resolve_base(name, group)}/{choice}").values
             continue
         if base == "_self_":
             continue
+        # FILE@SECTION puts another file's keys into a section; a file alone has the same sections.
         file, _, section = base.partition("@")
-        included = config_file(_beside(name, file))
+        included = config_file(_resolve_base(name, file))
         if section in ("", "_here_"):
             values |= included.values
             comments |= included.comments
@@ -61,7 +63,7 @@ def config_file(name: str) -> ConfigFile:
     return ConfigFile(values, comments)
 
 
-def _beside(name: str, other: str) -> str:
+def _resolve_base(name: str, other: str) -> str:
     """Return the path of what a file's defaults list names: absolute, or in the file's folder."""
     folder, slash, _ = name.rpartition("/")
     return other.removeprefix("/") if "/" in other else f"{folder}{slash}{other}"

@@ -78,11 +78,11 @@ def _guard_stream(stream: TextIO, lossy: bool) -> TextIO:
 def say(message: str) -> None:
     """Print one or more lines. Square brackets are text, not markup."""
     console.print(_shown(message))
-    note(message)
+    log_line(message)
 
 
 @contextlib.contextmanager
-def logged(path: Path) -> Iterator[None]:
+def copy_lines_to(path: Path) -> Iterator[None]:
     """Append lines that are printed meanwhile to this file, once it exists."""
     global _log
     before = _log
@@ -93,7 +93,7 @@ def logged(path: Path) -> Iterator[None]:
         _log = before
 
 
-def note(message: str) -> None:
+def log_line(message: str) -> None:
     """Append lines to the log only. What cannot be written is lost."""
     if _log is None or console.quiet:
         return
@@ -103,7 +103,7 @@ def note(message: str) -> None:
         os.close(file)
 
 
-def show(text: str) -> None:
+def write_text(text: str) -> None:
     """Write a model's or a user's text to standard output at once, without wrapping or markup."""
     sys.stdout.write(_shown(text))
     sys.stdout.flush()
@@ -149,7 +149,7 @@ def _print_beside_bars(line: str, style: str) -> None:
     """Print to standard error; if both are the terminal, by the console that has the bars."""
     has_bars = console.is_interactive and errors.is_terminal and not console.quiet
     (console if has_bars else errors).print(Text(line, style))
-    note(line)
+    log_line(line)
 
 
 class Track:
@@ -194,11 +194,13 @@ class Track:
         self.done += units
         self.note = note or self.note
         now = time.monotonic()
+        # Drawing takes longer than many units do.
         if self._bars and now - self.last_drawn >= _SECONDS_BETWEEN_BARS:
             self.last_drawn = now
             rate = (self.done - self.first) / (now - self.started)
             text = f"{Track.line(self)} {rate:,.1f}/s"
             self._bars.update(self._task, completed=self.done, description=text, refresh=True)
+        # Lines come less often as time goes by: every 5 seconds at first, then every minute.
         pause = min(max(_SECONDS_BETWEEN_LINES, (now - self.started) / 50), 60.0)
         if now - self.last_line >= pause:
             self.flush()
@@ -206,7 +208,7 @@ class Track:
     def line(self) -> str:
         """Return the line to print."""
         total = "" if self.total is None else f" of {self.total:,}"
-        times = [f"{clock(time.monotonic() - self.started)} elapsed", *self.left()]
+        times = [f"{format_seconds(time.monotonic() - self.started)} elapsed", *self.left()]
         return f"{self.title} {self.done:,}{total} ({', '.join(times)}) {self.note}".rstrip()
 
     def left(self) -> list[str]:
@@ -214,15 +216,15 @@ class Track:
         if self.total is None or not self.first < self.done < self.total:
             return []
         seconds_per_unit = (time.monotonic() - self.started) / (self.done - self.first)
-        return [f"{clock(seconds_per_unit * (self.total - self.done))} left"]
+        return [f"{format_seconds(seconds_per_unit * (self.total - self.done))} left"]
 
     def flush(self) -> None:
         """Print a line of what is not printed yet."""
         if self.printed < self.done:
             self.last_line = time.monotonic()
             self.printed = self.done
-            show = say if self.lines_beside_bar or not self._bars else note
-            show(self.line())
+            print_line = say if self.lines_beside_bar or not self._bars else log_line
+            print_line(self.line())
 
 
 @functools.cache
@@ -242,7 +244,7 @@ def _bars() -> "Progress":
     )
 
 
-def clock(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Format seconds: 0:07, 12:30, 3:05:00."""
     minutes, whole_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -22,7 +22,7 @@ lost_process = False
 """True: this process ends because another one is lost."""
 
 
-def leave(status: int | str | None) -> NoReturn:
+def end_process(status: int | str | None) -> NoReturn:
     """End this process like sys.exit."""
     if at_once:
         sys.stdout.flush()
@@ -32,7 +32,7 @@ def leave(status: int | str | None) -> NoReturn:
     sys.exit(status)
 
 
-def leave_at_once(status: int, line: str) -> NoReturn:
+def end_process_at_once(status: int, line: str) -> NoReturn:
     """End this process without cleaning up, after one error line.
 
     This takes no lock, because another thread may hold it.

@@ -13,14 +13,14 @@ from common.console import warn_once
 matplotlib.style.use(Path(__file__).with_name("style.mplstyle"))
 
 
-def png(figure: Figure) -> bytes:
+def encode_png(figure: Figure) -> bytes:
     """Return the figure as the content of a PNG file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
-def drawn(name: str, draw: Callable[[], bytes]) -> bytes | None:
+def draw_or_warn(name: str, draw: Callable[[], bytes]) -> bytes | None:
     """Return the picture that `draw` makes, or None if it fails.
 
     A failure is one warning, because what the picture shows is saved elsewhere. What matplotlib
@@ -38,7 +38,7 @@ def drawn(name: str, draw: Callable[[], bytes]) -> bytes | None:
     return picture
 
 
-def short_count(x: float, _: float) -> str:
+def format_count(x: float, _: float) -> str:
     """Format a token count: 500 k, 3 M, 1.5 B."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if x >= size:

@@ -181,7 +181,7 @@ def new_directory(path: Path, key: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def owned(path: Path, refusal: Callable[[], str | None]) -> Iterator[None]:
+def hold_lock(path: Path, refusal: Callable[[], str | None]) -> Iterator[None]:
     """Hold the lock on `path`: a folder, or an empty file, which is created if missing.
 
     The kernel releases the lock when its holder dies in any way.
@@ -198,6 +198,7 @@ def owned(path: Path, refusal: Callable[[], str | None]) -> Iterator[None]:
         flags = os.O_RDONLY
     handle = os.open(path, flags, 0o644)
     try:
+        # The kernel's own wait could not call `refusal`.
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
 """Errors that say that there is no memory left."""
 
 
-def out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that the device or the machine is out of memory."""
     if isinstance(error, MemoryError):
         return True

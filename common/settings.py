@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from common.config_files import config_file
-from common.memory import out_of_memory
+from common.memory import is_out_of_memory
 
 JsonDict = dict[str, Any]
 """A JSON object, or a composed configuration."""
@@ -34,7 +34,7 @@ class UserError(ValueError):
     """
 
     def __init__(self, message: object) -> None:
-        text = printable(str(message))
+        text = escape_controls(str(message))
         half = _LONGEST_MESSAGE // 2
         is_long = len(text) > _LONGEST_MESSAGE
         super().__init__(f"{text[:half]} ... {text[-half:]}" if is_long else text)
@@ -44,7 +44,7 @@ def line_for(error: BaseException) -> str | None:
     """Return one line for an error that a user can mend, such as a lack of memory; None: a bug."""
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
-    if out_of_memory(error):
+    if is_out_of_memory(error):
         return "out of memory: use smaller batches, shorter texts or a smaller model"
     if "no kernel image is available" in str(error):
         return (
@@ -56,7 +56,7 @@ def line_for(error: BaseException) -> str | None:
     return None
 
 
-def printable(text: str, whitespace: str = "") -> str:
+def escape_controls(text: str, whitespace: str = "") -> str:
     """Return a text of an untrusted file or name as every terminal can show it.
 
     Control characters are escaped, also ends of lines, unless they are in `whitespace`.
@@ -109,7 +109,7 @@ class Settings(BaseModel):
             return raw
         unknown = [str(key) for key in raw if key not in cls.model_fields]
         if unknown and cls.model_config["extra"] == "forbid":
-            hint = nearest(unknown[0], cls.model_fields)
+            hint = suggest_name(unknown[0], cls.model_fields)
             raise PydanticCustomError(
                 "unknown_key", "unknown key '{key}': {hint}", {"key": unknown[0], "hint": hint}
             )
@@ -169,13 +169,14 @@ _SIMILAR = 0.75
 """Likeness, as difflib measures it, of names that differ by a typing error."""
 
 
-def nearest(wrong: str, allowed: Iterable[str], prefix: str = "") -> str:
+def suggest_name(wrong: str, allowed: Iterable[str], prefix: str = "") -> str:
     """Suggest valid names for a wrong one: those that begin or end alike, or one that is a typing
     error away. If there are none, list all.
 
     For example, runtime.dtype ends like dtype. `prefix` comes before a suggested name.
     """
     names = sorted(allowed)
+    # "lr" ends "optim.lr" and "max_lr"; a typing error is found by likeness.
     end = re.compile(rf"(^|[._]){re.escape(wrong.rpartition('.')[2])}$")
     alike = []
     if wrong:
@@ -188,13 +189,13 @@ def nearest(wrong: str, allowed: Iterable[str], prefix: str = "") -> str:
     return f"allowed: {', '.join(names)}"
 
 
-def differences(before: JsonDict, now: JsonDict) -> dict[str, tuple[Any, Any]]:
+def find_differences(before: JsonDict, now: JsonDict) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ, by dotted key: {"model.n_layer": (12, 24)}.
 
     A missing value is None. A section that is empty on one side is left out: its keys say so.
     """
-    old = flat(before)
-    new = flat(now)
+    old = flatten(before)
+    new = flatten(now)
     different = {}
     for key in sorted(old | new):
         values = (old.get(key), new.get(key))
@@ -204,12 +205,12 @@ def differences(before: JsonDict, now: JsonDict) -> dict[str, tuple[Any, Any]]:
     return different
 
 
-def flat(tree: JsonDict, prefix: str = "") -> JsonDict:
+def flatten(tree: JsonDict, prefix: str = "") -> JsonDict:
     """{"a": {"b": 1}, "c": {}} -> {"a.b": 1, "c": {}}."""
     values: JsonDict = {}
     for key, value in tree.items():
         if isinstance(value, dict) and value:
-            values |= flat(value, f"{prefix}{key}.")
+            values |= flatten(value, f"{prefix}{key}.")
         else:
             values[f"{prefix}{key}"] = value
     return values

@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.console import say, show_table, table_of, warn
-from common.figures import png
+from common.figures import encode_png
 from common.numbers import plus_minus
 from common.settings import JsonDict
 
@@ -100,4 +100,4 @@ def draw_evaluation(result: JsonDict, trained_on: int) -> bytes:
     without = f" (the first {first} are left out)" if first else ""
     axes.set(xlabel=f"tokens read so far{without}", ylabel="loss (nats per token)")
     axes.legend()
-    return png(figure)
+    return encode_png(figure)

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from common.figures import drawn
+from common.figures import draw_or_warn
 from common.settings import JsonDict, UserError
 from data.documents import sets_between
 from data.loader import CutWindows, EvalBatches, Windows, eval_batches
@@ -120,7 +120,7 @@ def run_evaluation(config: EvaluateConfig) -> JsonDict:
             trained_on = checkpoint.state.seq_len
             picture = None
             if result["by_position"]:
-                picture = drawn("eval.png", lambda: draw_evaluation(result, trained_on))
+                picture = draw_or_warn("eval.png", lambda: draw_evaluation(result, trained_on))
             if picture is not None:
                 checkpoint.write_result("eval.png", picture)
     return result

@@ -8,7 +8,7 @@ from pydantic import Field
 from rich.table import Table
 
 from common.console import say, show_table, table_of
-from common.settings import JsonDict, UserError, nearest
+from common.settings import JsonDict, UserError, suggest_name
 from data.chat import ChatTokenizer
 from inference.load import Loaded, ModelConfig, load
 
@@ -149,6 +149,6 @@ def find_tasks(names: str, manager: Any) -> list[str]:
     patterns = [name.strip() for name in names.split(",") if name.strip()]
     for pattern in patterns:
         if not manager.match_tasks([pattern]):
-            suggestion = nearest(pattern, manager.all_tasks)
+            suggestion = suggest_name(pattern, manager.all_tasks)
             raise UserError(f"task {pattern!r} does not exist: {suggestion}")
     return list(manager.match_tasks(patterns))

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field, field_validator, model_validator
 
-from common.console import console, count, say, show
+from common.console import console, count, say, write_text
 from common.files import parse_json
 from common.settings import JsonDict, UserError
 from data.chat import ChatTokenizer
@@ -152,14 +152,14 @@ def _continue(loaded: Loaded, prompts: list[str], config: SampleConfig) -> list[
         for i, (prompt, sample) in enumerate(samples):
             if is_text:
                 heading = _format_heading(i, len(prompts), config.num_samples, sample.request.seed)
-                show(heading + _format_prompt(prompt, config))
+                write_text(heading + _format_prompt(prompt, config))
             for text in stream_text(engine, sample):
                 if is_text:
-                    show(text)
+                    write_text(text)
             line = "" if is_text else json.dumps(_describe_sample(prompt, sample))
-            show(f"{line}\n")
+            write_text(f"{line}\n")
     except KeyboardInterrupt:
-        show("\n")
+        write_text("\n")
         raise
     finally:  # interrupted texts are kept too
         texts = [
@@ -329,18 +329,18 @@ def take_turns(conversation: Conversation, message: str = "") -> None:
         "stops an answer, Ctrl-D ends the conversation."
     )
     if message:
-        show(f"> {message}\n")
+        write_text(f"> {message}\n")
     text = message or _read_message()
     while text is not None:
         if text:
             try:
                 for new in conversation.answer(text):
-                    show(new)
+                    write_text(new)
             except KeyboardInterrupt:  # it ends this answer only
                 pass
             except UserError as error:
-                show(f"({error})")
-            show("\n")
+                write_text(f"({error})")
+            write_text("\n")
         text = _read_message()
 
 
@@ -356,12 +356,12 @@ def _read_message() -> str | None:
         try:
             line = input(prompt if typing else "")
         except (EOFError, KeyboardInterrupt):
-            show("\n" if typing else "")
+            write_text("\n" if typing else "")
             return None
         if not line.endswith("\\"):
             text += line
             if text and not typing:
-                show(f"> {text}\n")
+                write_text(f"> {text}\n")
             return text
         text += line.removesuffix("\\") + "\n"
 

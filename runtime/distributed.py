@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from common import exits
 from common.commit import code_digest
 from common.console import console, errors, print_error
-from common.exits import AGAIN, leave_at_once
-from common.settings import JsonDict, UserError, differences
+from common.exits import AGAIN, end_process_at_once
+from common.settings import JsonDict, UserError, find_differences
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -320,7 +320,7 @@ def _end_after_loss(error: BaseException, store: dist.Store | None, rank: int) -
     reason = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
     line = f"rank {rank} lost contact with another process ({reason}): start the same command again"
     # The store of a process that is suspended never answers.
-    in_vain = threading.Timer(_ANSWER_SECONDS, leave_at_once, (AGAIN, line))
+    in_vain = threading.Timer(_ANSWER_SECONDS, end_process_at_once, (AGAIN, line))
     in_vain.start()
     status = AGAIN
     with contextlib.suppress(RuntimeError):  # the store has ended with its process
@@ -362,7 +362,7 @@ def _leave_store(store: dist.Store, rank: int, size: int) -> None:
 def _refuse_differences(values: list[JsonDict]) -> None:
     """Raise UserError if a process has other values than process 0."""
     for rank, rank_values in enumerate(values):
-        differing = differences(values[0], rank_values)
+        differing = find_differences(values[0], rank_values)
         if differing:
             listed = ", ".join(
                 f"{key}={value} (process 0: {main})" for key, (main, value) in differing.items()

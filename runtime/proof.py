@@ -25,7 +25,7 @@ from torch.func import functional_call
 from common.commit import code_digest
 from common.console import count, say, warn
 from common.files import make_directory, read_json, write_json
-from common.memory import out_of_memory
+from common.memory import is_out_of_memory
 from common.settings import JsonDict, UserError
 from model.gpt import GPT
 from model.layers import FusedLinear
@@ -136,7 +136,7 @@ def _largest(difference: Callable[[], Difference], world: World) -> Difference:
     try:
         local = difference()
     except Exception as error:  # compilers raise errors of any kind
-        if out_of_memory(error):
+        if is_out_of_memory(error):
             raise
         local = Difference(math.inf, str(error).strip().partition("\n")[0] or repr(error))
         if world.device.type == "cuda":

@@ -13,6 +13,7 @@ import resource
 import runpy
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -144,7 +145,8 @@ def rank_file(tmp_path_factory):
 @pytest.fixture
 def gpt2_ranks():
     """GPT-2's own rank file."""
-    if not (path := ROOT.parent / "shared" / "tokenizer" / "gpt2.tiktoken").is_file():
+    path = ROOT.parent / "shared" / "tokenizer" / "gpt2.tiktoken"
+    if not path.is_file():
         pytest.skip("no copy of GPT-2's rank file here")
     return path
 
@@ -201,7 +203,8 @@ def run_of(tiny, kept_runs):
     def copy(changes=None):
         folder, kept = kept_runs
         run_dir = tiny().run_dir
-        if (key := json.dumps(changes)) not in kept:
+        key = json.dumps(changes)
+        if key not in kept:
             fit(tiny(changes))
             kept[key] = run_dir.rename(folder / str(len(kept)))
         return Path(shutil.copytree(kept[key], run_dir, dirs_exist_ok=True))
@@ -260,11 +263,12 @@ def no_pictures(request, monkeypatch):
 @pytest.fixture
 def restored_torch():
     """Restores the process-wide settings that choose_compute changes."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    precision = torch.get_float32_matmul_precision()
     n_threads = torch.get_num_threads()
     yield
-    torch.use_deterministic_algorithms(before[0])
-    torch.set_float32_matmul_precision(before[1])
+    torch.use_deterministic_algorithms(is_deterministic)
+    torch.set_float32_matmul_precision(precision)
     torch.set_num_threads(n_threads)
     console.quiet = False
 
@@ -279,20 +283,17 @@ def memory(tmp_path):
 @pytest.fixture
 def run_process():
     """Starts each command in its own process, with one thread, and waits for all of them, which must end well."""
-    import subprocess
-
     running = []
 
     def run(*command_lines, timeout=240):
-        options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        options |= {"env": os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}, "start_new_session": True}
-        lines = [[sys.executable, *map(str, line)] for line in command_lines]
-        started = [subprocess.Popen(line, **options) for line in lines]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+        options = {"cwd": ROOT, "stdout": -1, "stderr": -1, "text": True, "env": env, "start_new_session": True}
+        started = [subprocess.Popen([sys.executable, *map(str, line)], **options) for line in command_lines]
         running.extend(started)
         results = []
         for process in started:
-            out, err = process.communicate(timeout=timeout)
-            results.append(Result(process.returncode, out, err))
+            output = process.communicate(timeout=timeout)
+            results.append(Result(process.returncode, *output))
         assert [result.status for result in results] == [0] * len(results), results
         return results
 

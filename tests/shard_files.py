@@ -10,9 +10,12 @@ from data.shards import RECORD, Shard, index_header, shard_file, token_dtype
 
 def write_shards(folder, split, documents, n_vocab=1000, shard_tokens=10**9, sets=None):
     """Write documents (arrays of ids, and the number of each one's set) as shards; a document fills a shard."""
-    shards, first, ends = [], 0, np.cumsum([len(ids) for ids in documents])
+    ends = np.cumsum([len(ids) for ids in documents])
     records = np.zeros(len(documents), RECORD)
-    records["number"], records["set"] = np.arange(1, len(documents) + 1), 0 if sets is None else sets
+    records["number"] = np.arange(1, len(documents) + 1)
+    records["set"] = 0 if sets is None else sets
+    shards = []
+    first = 0
     while first < len(documents):
         begin = int(ends[first - 1]) if first else 0
         last = min(int(np.searchsorted(ends, begin + shard_tokens)) + 1, len(documents))
@@ -23,9 +26,14 @@ def write_shards(folder, split, documents, n_vocab=1000, shard_tokens=10**9, set
         index = index_header(n_vocab) + mine.tobytes()
         (folder / file).write_bytes(content)
         (folder / file.replace(".bin", ".idx")).write_bytes(index)
-        sums = [hashlib.sha256(part).hexdigest() for part in (content, index)]
-        known = list(range(1 + int(records["set"].max())))
-        shard = {"file": file, "tokens": int(mine["end"][-1]), "documents": len(mine), "sets": known}
-        shards.append(decode(Shard, shard | dict(zip(("sha256", "index_sha256"), sums, strict=True))))
+        shard = {
+            "file": file,
+            "tokens": int(mine["end"][-1]),
+            "documents": len(mine),
+            "sets": list(range(1 + int(records["set"].max()))),
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "index_sha256": hashlib.sha256(index).hexdigest(),
+        }
+        shards.append(decode(Shard, shard))
         first = last
     return shards

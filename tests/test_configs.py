@@ -1,7 +1,6 @@
 """Every shipped YAML composes, is accepted by its class, and shows every setting."""
 
 import functools
-from pathlib import Path
 
 import pytest
 import torch
@@ -84,9 +83,9 @@ def test_every_member_of_every_group_composes_and_lists_every_field(member):
 
 def test_a_yaml_begins_with_what_it_is():
     for path in CONFIGS.rglob("*.yaml"):
-        lines = [line for line in path.read_text().splitlines() if line != "# @package _global_"]
-        assert lines[0].startswith("# "), path
-        assert lines[0].endswith("."), path
+        first = path.read_text().removeprefix("# @package _global_\n").partition("\n")[0]
+        assert first.startswith("# "), path
+        assert first.endswith("."), path
 
 
 KNOWN = {
@@ -157,7 +156,8 @@ def test_the_hybrid_is_the_flagship_with_softmax_attention_in_the_third_of_four_
 
 def test_the_published_recipe_is_the_papers():
     config = decode(TrainConfig, compose("train", "experiment=pile_125m"))
-    assert (config.batch_tokens, config.seq_len, config.batch_size) == (491_520, 1024, 480)
+    assert config.batch_tokens == 491_520
+    assert config.seq_len == 1024
     assert config.max_steps * config.batch_tokens == pytest.approx(300e9, rel=0.02)
     rates = [
         config.optim.max_lr * config.schedule.factor(step, config.max_steps)
@@ -175,9 +175,3 @@ def test_the_recipes_of_fewer_tokens_train_the_flagship_by_muon(name, tokens):
     assert (other.model, other.optim.name) == (model_of("softmax_125m"), "adamw")
     factors = [config.schedule.factor(step, config.max_steps) for step in range(config.max_steps)]
     assert (max(factors), factors.index(1.0), factors[-1]) == (1.0, config.schedule.warmup_steps - 1, 0.0)
-
-
-def test_the_quickstart_is_of_bytes():
-    config = decode(TrainConfig, compose("train", "experiment=quickstart"))
-    assert config.model.n_vocab == 257
-    assert config.dataset_dir == Path("datasets/x")

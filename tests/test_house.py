@@ -1,4 +1,4 @@
-"""Allowed imports and forbidden calls, checked in the source, so that code that no test runs is checked too."""
+"""Allowed imports, links, lengths of lines and sizes. Calls that are forbidden are in pyproject.toml, for ruff."""
 
 import ast
 import functools
@@ -120,58 +120,14 @@ def test_what_reads_data_does_not_prepare_it():
 @pytest.mark.parametrize(
     ("modules", "allowed"),
     [
-        (["hydra", "omegaconf"], [f"cli/{name}.py" for name in ("command", "compose", "options", "sweep")]),
+        (["hydra", "omegaconf"], ["cli/compose.py", "cli/sweep.py"]),
         (["torch.distributed", "torch.nn.parallel"], ["runtime/distributed.py", "runtime/launch.py"]),
-        (["wandb"], ["trainer/records/trackers.py"]),
-        (["tensorboard", "torch.utils.tensorboard"], ["trainer/records/trackers.py"]),
-        (["pickle", "_pickle", "pickletools", "marshal", "shelve", "dill", "joblib", "cloudpickle", "dbm"], []),
-        (["torch.package", "torch.hub", "torch.jit", "torch.distributed.checkpoint", "torch.serialization"], []),
+        (["wandb", "tensorboard", "torch.utils.tensorboard"], ["trainer/records/trackers.py"]),
     ],
-    ids=lambda value: value[0] if value else "nobody",
+    ids=lambda value: value[0],
 )
 def test_a_package_is_imported_where_it_may_be_and_nowhere_else(modules, allowed):
-    assert [str(file) for file in FILES if imports(file, *modules) and str(file) not in allowed] == []
-
-
-RUN_OR_UNPICKLE = {
-    *("eval", "exec", "__import__", "os.system", "os.popen", "runpy.run_path", "runpy.run_module"),
-    *("torch.load", "torch.save", "torch.jit.load", "torch.export.load", "torch.hub.load", "torch.package"),
-    *("np.load", "numpy.load", "np.save", "numpy.save", "pandas.read_pickle"),
-    *("yaml.load", "yaml.unsafe_load", "yaml.full_load", "yaml.Loader", "yaml.UnsafeLoader"),
-    *("hydra.utils.instantiate", "hydra.utils.call", "hydra.utils.get_method", "hydra.utils.get_class"),
-}
-"""Names that run what a file says, whether they are called, imported or handed on."""
-
-OBJECT_COLLECTIVES = ("gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list")
-"""These of torch.distributed pickle what they send."""
-
-
-def offences(tree):
-    """What a module uses that could run a file, or unpickle it."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
-            name = ast.unparse(node)
-            if name in RUN_OR_UNPICKLE or name.endswith(OBJECT_COLLECTIVES):
-                found.add(name)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "compile":  # a setting has that name
-            found.add("compile")
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            names = {module + alias.name for alias in node.names}
-            found |= {name for name in names if name in RUN_OR_UNPICKLE or name.endswith(OBJECT_COLLECTIVES)}
-        elif isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "shell", "weights_only"):
-            found.add(f"{node.arg}={ast.unparse(node.value)}")
-    return found
-
-
-def test_nothing_runs_or_unpickles_what_it_reads():
-    assert {str(file): found for file in FILES if (found := offences(tree_of(file)))} == {}
-
-
-def test_entry_points_are_thin():
-    for name in ENTRY_POINTS:
-        assert len((ROOT / name).read_text().splitlines()) < 60, name
+    assert [str(file) for file in FILES if imports(file, *modules)] == allowed
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)

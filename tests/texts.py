@@ -34,13 +34,14 @@ def drawn_without_engine(gpt, prompts, n, n_vocab, sampling=None, seed=0):
         for chunk in prompt.unsqueeze(0).split(PROMPT_CHUNK, dim=1):
             prefix, _ = read_tokens(gpt, chunk, n_vocab, prefix)
         texts.append(prefix)
-    prefix, step = cat_states(texts), DecodingStep(gpt, len(texts))
-    sampling, generators = sampling or SamplingConfig(), [torch.Generator().manual_seed(seed) for _ in texts]
-    drawn = []
+    prefix = cat_states(texts)
+    step = DecodingStep(gpt, len(texts))
+    samplings = [sampling or SamplingConfig()] * len(texts)
+    generators = [torch.Generator().manual_seed(seed) for _ in texts]
+    drawn = [torch.tensor(sample_next_tokens(prefix.logits, samplings, generators))]
     while len(drawn) < n:
-        if drawn:
-            prefix, _ = read_tokens(gpt, drawn[-1].unsqueeze(1), n_vocab, prefix, step)
-        drawn.append(torch.tensor(sample_next_tokens(prefix.logits, [sampling] * len(texts), generators)))
+        prefix, _ = read_tokens(gpt, drawn[-1].unsqueeze(1), n_vocab, prefix, step)
+        drawn.append(torch.tensor(sample_next_tokens(prefix.logits, samplings, generators)))
     return torch.stack(drawn, dim=1)
 
 

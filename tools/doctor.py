@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from common.console import count, say
-from common.memory import out_of_memory
+from common.memory import is_out_of_memory
 from common.numbers import ceil_div
 from common.settings import JsonDict, UserError, decode
 from model.gpt import GPT
@@ -59,7 +59,7 @@ def examine_machine(training: bool) -> None:
             return work()
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
-            if out_of_memory(error):
+            if is_out_of_memory(error):
                 reason = "out of memory, use a machine with more, or a smaller model"
             problems.append(f"{name} fails ({type(error).__name__}): {reason}")
             return {}

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from common.command_line import Items
 from common.console import say, show_table, table_of
-from common.settings import UserError, printable
+from common.settings import UserError, escape_controls
 from data.chat import answer_targets
 from data.conversations import Ranges
 from data.documents import documents_in
@@ -130,7 +130,7 @@ def row_text(
         for is_target, group in groupby(zip(ids, marked, strict=True), itemgetter(1)):
             words = b"".join(tokens[token_id] for token_id, _ in group)
             text += "⟦".encode() + words + "⟧".encode() if is_target else words
-    return printable(text.decode(errors="replace"), whitespace="\n\t")
+    return escape_controls(text.decode(errors="replace"), whitespace="\n\t")
 
 
 def _are_targets(stream: TokenStream, start: int, stop: int) -> np.ndarray:
@@ -155,8 +155,8 @@ def documents_table(stream: TokenStream, rows: list[Ranges]) -> Table:
                 begin = max(start, document.start)
                 end = min(stop, document.stop)
                 table.add_row(
-                    printable(document.set_name),
-                    printable(document.input),
+                    escape_controls(document.set_name),
+                    escape_controls(document.input),
                     f"{document.number:,}",
                     f"{begin - document.start:,} - {end - document.start:,}",
                     f"{document.stop - document.start:,}",

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from common.console import console, say
 from common.numbers import ceil_div
-from common.settings import JsonDict, UserError, nearest
+from common.settings import JsonDict, UserError, suggest_name
 from data.mixture import warn_of_epochs
 from data.shards import read_manifest, token_dtype
 from model.gpt import GPT
@@ -54,7 +54,7 @@ class PlanConfig(TrainConfig, defaults="plan"):
             )
         if self.device not in ("auto", "cpu") and device_by_name(self.device) is None:
             names = ["cpu", "auto", *(known_device.name for known_device in DEVICES)]
-            advice = nearest(self.device.lower(), names)
+            advice = suggest_name(self.device.lower(), names)
             raise ValueError(f"device={self.device} is not known: {advice}")
         if self.mfu and self.tokens_per_second:
             raise ValueError("mfu and tokens_per_second both set the rate: give only one")

@@ -19,9 +19,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.text import Text
 
-from common.command_line import Items, overrides
+from common.command_line import Items, format_options
 from common.console import count, say, show_table, table_of, warn
-from common.figures import drawn, png, short_count
+from common.figures import draw_or_warn, encode_png, format_count
 from common.files import (
     file_size,
     make_directory,
@@ -31,7 +31,7 @@ from common.files import (
     write_atomic,
 )
 from common.numbers import plus_minus
-from common.settings import JsonDict, UserError, flat, printable, section
+from common.settings import JsonDict, UserError, escape_controls, flatten, section
 from trainer.records.curves import RunCurves, set_limits, smoothed
 from trainer.records.metrics import read_metrics
 
@@ -149,7 +149,7 @@ def show_runs(folder: Path) -> None:
     for line in lines:
         table.add_row(*[Text(line[name]) for name in columns])
     show_table(table)
-    say(f"to compare them: python scripts/report.py {overrides({'folders': str(folder)})}")
+    say(f"to compare them: python scripts/report.py {format_options({'folders': str(folder)})}")
 
 
 # ----- reading runs
@@ -233,7 +233,7 @@ def _read_run(folder: Path, name: str) -> ReportedRun:
                     evaluations[unit].append(Evaluation(loss, line["tokens"], stderr, groups))
     # config.json: settings, and what the run knew of its model.
     config = section(stored, "config")
-    settings = {key: value for key, value in flat(config).items() if value is not None}
+    settings = {key: value for key, value in flatten(config).items() if value is not None}
     environment = section(stored, "environment")
     return ReportedRun(
         name,
@@ -290,7 +290,7 @@ def find_varying(runs: Sequence[ReportedRun]) -> list[str]:
 
 def format_page(rows: Sequence[SeedGroup], keys: Sequence[str], title: str) -> str:
     """Return the report as one HTML file. keys: the settings that the table shows."""
-    picture = drawn("the report's picture", lambda: _draw_curves(rows))
+    picture = draw_or_warn("the report's picture", lambda: _draw_curves(rows))
     lines, columns = _tabulate(rows, keys)
     head = "".join(f"<th>{html.escape(_shorten(name))}</th>" for name in columns)
     body = ""
@@ -408,11 +408,11 @@ def _draw_curves(rows: Sequence[SeedGroup]) -> bytes:
     for axes in (left, right):
         set_limits(axes, [point for line in axes.lines for point in line.get_xydata().tolist()])
         axes.set_xlabel("tokens")
-        axes.xaxis.set_major_formatter(short_count)
+        axes.xaxis.set_major_formatter(format_count)
     left.set_ylabel(f"validation loss ({unit})")
     right.set_ylabel("training loss (nats per token)")
     right.legend(reverse=True)
-    return png(figure)
+    return encode_png(figure)
 
 
 def _shorten(value: Any) -> str:
@@ -420,4 +420,4 @@ def _shorten(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     text = value if isinstance(value, str) else json.dumps(value)
-    return printable(text)[:300]
+    return escape_controls(text)[:300]

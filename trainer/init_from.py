@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.command_line import changes_of
+from common.command_line import format_changes
 from common.console import say
-from common.settings import UserError, differences
+from common.settings import UserError, find_differences
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -55,9 +55,9 @@ def open_init_from(
             )
         if config.n_vocab_padded >= model.n_vocab_padded:
             source_settings |= {key: run_settings[key] for key in ("n_vocab", "pad_vocab")}
-    changed = differences({"model": run_settings}, {"model": source_settings})
+    changed = find_differences({"model": run_settings}, {"model": source_settings})
     if changed:
-        listed = ", ".join(changes_of(changed, "here:"))
+        listed = ", ".join(format_changes(changed, "here:"))
         raise UserError(
             f"init_from={path} has another model: {listed}; leave out the model and its settings: "
             "they are those of init_from"

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from common.console import logged, note
+from common.console import copy_lines_to, log_line
 from common.files import read_json
 from common.settings import JsonDict, UserError, line_for
 from data.tokenizer import Tokenizer
@@ -22,7 +22,7 @@ from trainer.start import open_data
 
 def launch_training(config: TrainConfig) -> float | None:
     """Like `fit`, in as many processes as runtime.processes asks for."""
-    with logged(config.run_dir / LOG):
+    with copy_lines_to(config.run_dir / LOG):
         try:
             n = n_processes(config)
             if n == 1:
@@ -31,7 +31,7 @@ def launch_training(config: TrainConfig) -> float | None:
             with StopSignals(leads=True):
                 return launch_processes(n, fit, config)
         except Exception as error:
-            note(f"error: {line_for(error) or traceback.format_exc()}")
+            log_line(f"error: {line_for(error) or traceback.format_exc()}")
             raise
 
 

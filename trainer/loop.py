@@ -9,10 +9,10 @@ from datetime import timedelta
 import numpy as np
 import torch
 
-from common.command_line import overrides
+from common.command_line import format_options
 from common.console import say
 from common.exits import AGAIN
-from common.memory import out_of_memory
+from common.memory import is_out_of_memory
 from common.numbers import plus_minus
 from common.settings import JsonDict, UserError
 from data.loader import Prefetch
@@ -183,7 +183,7 @@ def take_step(
             asked_to_stop=asked_to_stop,
         )
     except RuntimeError as error:
-        if not out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise UserError(
             f"out of memory in step {step} with micro-batches of {run.micro_batch} sequences: "
@@ -299,4 +299,4 @@ def _say_done(run: TrainingRun) -> None:
     options: JsonDict = {"checkpoint": str(config.run_dir)}
     if config.data.loss == "answers":
         options["interactive"] = True
-    say(f"to sample from it: python sample.py {overrides(options)}")
+    say(f"to sample from it: python sample.py {format_options(options)}")

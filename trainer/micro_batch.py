@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from common.console import say
-from common.memory import out_of_memory
+from common.memory import is_out_of_memory
 from common.numbers import ceil_div
 from common.settings import UserError
 from runtime.device import Compute, device_name, not_compiled
@@ -54,7 +54,7 @@ def choose_micro_batch(
             del reserve
             return True
         except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             return False
         finally:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from common.command_line import changes_of
-from common.settings import UserError, differences
+from common.command_line import format_changes
+from common.settings import UserError, find_differences
 from runtime.checkpoint import Checkpoint, Tensors, open_checkpoint, open_newest
 from runtime.distributed import World
 from runtime.state import (
@@ -78,11 +78,11 @@ def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:
             f"dataset_dir={now.dataset_dir}: use that dataset, or another run_dir"
         )
     fixed = {*FixedSettings.model_fields, "optimizer"}
-    changed = differences(
+    changed = find_differences(
         before.model_dump(mode="json", include=fixed), now.model_dump(mode="json", include=fixed)
     )
     if changed:
-        listed = ", ".join(changes_of(changed, "checkpoint:"))
+        listed = ", ".join(format_changes(changed, "checkpoint:"))
         raise UserError(
             f"{path} belongs to another run: {listed}; use the checkpoint's settings, or another "
             "run_dir"

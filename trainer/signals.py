@@ -9,7 +9,7 @@ import time
 
 from common import exits
 from common.console import warn
-from common.exits import leave_at_once
+from common.exits import end_process_at_once
 from runtime.distributed import is_launched_here
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -82,7 +82,7 @@ class StopSignals:
                 self._forward(number)
             elif not self._follows and time.monotonic() - first >= self._echo_seconds:
                 self._forward(signal.SIGKILL)
-                leave_at_once(
+                end_process_at_once(
                     128 + number,
                     f"{number.name}, the second signal: stopped at once; steps since the last save "
                     "(all, if there is none) are lost, and the same command takes them again",

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.command_line import changes_of
+from common.command_line import format_changes
 from common.console import say
 from common.numbers import ceil_div
-from common.settings import JsonDict, UserError, differences
+from common.settings import JsonDict, UserError, find_differences
 from data.loader import EvalBatches, TrainBatches, eval_batches, open_rows
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -181,9 +181,9 @@ def _say_fitted(typed: TrainConfig, config: TrainConfig) -> None:
     """Say which settings were lowered to fit the epochs of the dataset."""
     sections: Any = {"batch_tokens": True, "eval": True, "checkpoint": True}
     before = typed.model_dump(mode="json", include=sections)
-    lowered = differences(before, config.model_dump(mode="json", include=sections))
+    lowered = find_differences(before, config.model_dump(mode="json", include=sections))
     if lowered:
-        changes = ", ".join(changes_of(lowered, "given:"))
+        changes = ", ".join(format_changes(lowered, "given:"))
         say(f"to fit epochs={typed.epochs:g} of this dataset: {changes}; with max_steps they stay")
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from rich.table import Table
 
-from common.command_line import overrides
+from common.command_line import format_options
 from common.console import count, say, show_table, table_of, warn
 from common.files import make_directory, sync_directory, write_json
-from common.settings import UserError, printable
+from common.settings import UserError, escape_controls
 from data.prepare.files import some_of
 from data.prepare.items import REMEDIES
 from data.prepare.spans import Plan, Span, number_of, remove, span_dir, unusable
@@ -179,13 +179,13 @@ def _summarize(out_dir: Path, manifest: Manifest, first_skipped: dict[str, str])
     )
     settings = {"dataset_dir": str(out_dir)}
     say("\nNext: see some of its text, and train on it")
-    say(f"  python scripts/inspect_dataset.py {overrides(settings)} random=3")
+    say(f"  python scripts/inspect_dataset.py {format_options(settings)} random=3")
     settings["run_dir"] = f"runs/{out_dir.name}"
     if manifest.tokenizer.markers:
         settings = {"experiment": "chat", "init_from": "runs/base"} | settings
     elif manifest.splits["train"].total.tokens < _LARGE:
         settings = {"experiment": "quickstart"} | settings
-    say(f"  python train.py {overrides(settings)}")
+    say(f"  python train.py {format_options(settings)}")
 
 
 def sets_table(manifest: Manifest) -> Table:
@@ -198,7 +198,7 @@ def sets_table(manifest: Manifest) -> Table:
             rate = f"{counts.tokens / counts.utf8_bytes:.3f}" if counts.utf8_bytes else "no text"
             table.add_row(
                 name,
-                printable(set_name),
+                escape_controls(set_name),
                 f"{counts.documents:,}",
                 f"{counts.tokens:,}",
                 f"{share:.2f}",

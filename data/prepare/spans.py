@@ -29,8 +29,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common.files import new_directory, owned, read_json, sync_directory, write_json
-from common.settings import JsonDict, Settings, UserError, decode, differences
+from common.files import hold_lock, new_directory, read_json, sync_directory, write_json
+from common.settings import JsonDict, Settings, UserError, decode, find_differences
 from data.prepare.encode import Encoded, Item, Skipped
 from data.prepare.files import some_of
 from data.prepare.items import Position
@@ -90,7 +90,7 @@ class Plan(Settings):
         """Describe what differs, after "made with" in a message; empty if nothing does."""
         old = {**self.prepared, _RANKS: self.tokenizer.sha256}
         new = {**now.prepared, _RANKS: now.tokenizer.sha256}
-        different = differences(old, new)
+        different = find_differences(old, new)
         return some_of(
             [f"{key}={before!r} (now {after!r})" for key, (before, after) in different.items()]
         )
@@ -151,7 +151,7 @@ def writing(folder: Path) -> Iterator[None]:
             f"{folder}, where this dataset would be written, holds {foreign[0]}: rename that folder"
         )
     refusal = f"{folder} is being written by another process: wait until it is done"
-    with new_directory(folder, "out_dir"), owned(folder / "lock", lambda: refusal):
+    with new_directory(folder, "out_dir"), hold_lock(folder / "lock", lambda: refusal):
         try:
             yield
         except OSError as error:

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 
 from common.console import count, print_error
 from common.files import parse_json
-from common.settings import JsonDict, UserError, decode, nearest
+from common.settings import JsonDict, UserError, decode, suggest_name
 from data.chat import ChatTokenizer
 from data.tokenizer import Tokenizer
 from inference.generation import Generation, Update
@@ -202,5 +202,5 @@ def _format_event(value: JsonDict) -> str:
 def check_model(name: str, served: Served) -> None:
     """Raise ApiError if the request asks for another model."""
     if name != served.name:
-        message = f"the model {name!r} does not exist: {nearest(name, [served.name])}"
+        message = f"the model {name!r} does not exist: {suggest_name(name, [served.name])}"
         raise ApiError(404, message, "model_not_found")

@@ -1,5 +1,6 @@
 """Sweeps with every launcher: they resume after a kill, share GPUs, and no file chooses what Hydra calls."""
 
+import multiprocessing
 import os
 import re
 import signal
@@ -10,12 +11,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
 from printed import assert_one_line
 
 from cli import compose
-from cli.sweep import _settings_of_plugins
-from cli.workers import take_gpu
+from cli.workers import take_gpu, visible_gpus
 from common.settings import decode
 from runtime.checkpoint import Saver, find_newest
 from trainer.config import TrainConfig
@@ -32,77 +31,48 @@ def weights(sweep):
     return {name: (find_newest(run) / "model.safetensors").read_bytes() for name, run in jobs_of(sweep).items()}
 
 
-def written(sweep):
-    return {p: p.stat().st_mtime_ns for p in sweep.rglob("step-*/*")}
-
-
-def until(condition, seconds=120):
-    stop = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < stop
-        time.sleep(0.02)
-    return found
-
-
-@pytest.fixture
-def start(tiny_args):
-    """Starts train.py in a new process and process group."""
-    started = []
-
-    def begin(*arguments):
-        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
-        line = [sys.executable, "train.py", "-m", *tiny_args, *arguments]
-        process = subprocess.Popen(line, cwd=ROOT, env=env, stdout=-1, stderr=-1, text=True, start_new_session=True)
-        started.append(process)
-        return process
-
-    yield begin
-    for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+def written(job):
+    return {path: path.stat().st_mtime_ns for path in job.rglob("step-*/*")}
 
 
 @pytest.mark.slow
 def test_a_killed_sweep_goes_on_where_it_was(command, tiny_args, tmp_path, monkeypatch):
     """The first job's files do not change, the second job resumes, and the results equal those without a kill."""
+    run = tmp_path / "run"
     sweep = ["train", "-m", *tiny_args, "seed=1,2,3"]
     check = Saver.check
 
-    def fatal(saver):
+    def kill_at_step_4(saver):
         saver.wait()
-        if saver.saved_step == 4 and "seed=2" in str(saver._run_dir):
+        if saver.saved_step == 4 and (run / "seed=2").exists():
             os.kill(os.getpid(), signal.SIGKILL)
         check(saver)
 
-    def refused(saver):  # another sweep met this run
-        (saver._run_dir / "error.txt").write_text("is being trained in")
-        check(saver)
-
-    if (child := os.fork()) == 0:
-        monkeypatch.setattr(Saver, "check", fatal)
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(Saver, "check", kill_at_step_4)
         command(*sweep)
         os._exit(1)  # it was not killed
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    run = tmp_path / "run"
-    steps = {re.search("seed=.", name)[0]: find_newest(job).name for name, job in jobs_of(run).items()}
-    assert steps == {"seed=1": "step-00000006", "seed=2": "step-00000004"}
-    before = {path: when for path, when in written(run).items() if "seed=1" in str(path)}
-    monkeypatch.setattr(Saver, "check", refused)
+    assert {name: find_newest(job).name for name, job in jobs_of(run).items()} == {
+        "seed=1": "step-00000006",
+        "seed=2": "step-00000004",
+    }
+    (run / "seed=2" / "error.txt").write_text("is being trained in")  # as another sweep notes that meets this job
+    before = written(run / "seed=1")
     result = command(*sweep)
     assert result.status == 0, result.err
-    assert not [*run.glob("*/error.txt")]
-    assert len(re.findall("nothing to train", result.out)) == 1
+    assert [*run.glob("*/error.txt")] == []
+    assert result.out.count("nothing to train") == 1
     assert len(re.findall(r"resuming .*seed=2\S* after step 4", result.out)) == 1
-    assert {path: when for path, when in written(run).items() if "seed=1" in str(path)} == before
+    assert written(run / "seed=1") == before
     assert command(*sweep, f"run_dir={tmp_path / 'unbroken'}").status == 0
     assert weights(run) == weights(tmp_path / "unbroken")
 
 
 @pytest.mark.slow
-def test_a_finished_sweep_is_found_again_without_its_source_and_with_one_more_fixed_option(
-    command, tiny_args, tmp_path
-):
+def test_a_finished_sweep_is_found_again_without_its_source(command, tiny_args, tmp_path):
+    """And with one more option that all jobs share."""
     source = tmp_path / "source"
     assert command("train", *tiny_args, f"run_dir={source}", "max_steps=1").status == 0
     sweep = ["train", "-m", *tiny_args, "seed=1,2", "max_steps=1", f"init_from={source}"]
@@ -133,25 +103,26 @@ OPTUNA = [SEARCH, "hydra/sweeper/sampler=grid", "seed=choice(1, 2)"]
 
 
 @pytest.mark.slow
-def test_the_jobs_of_a_sweep_of_joblibs_are_saved(start, command, tiny_args, tmp_path, monkeypatch):
+def test_the_jobs_of_a_sweep_of_joblibs_are_saved(command, tiny_args, tmp_path, monkeypatch):
     """After Ctrl-C. Another launcher finds the jobs, too."""
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    options = ["max_steps=100000", "checkpoint.every=100000", "eval.every=100000"]
-    process = start(*options, *OPTUNA, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    options = [*tiny_args, "max_steps=100000", "checkpoint.every=100000", "eval.every=100000", *OPTUNA]
+    line = [sys.executable, "train.py", "-m", *options, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+    process = subprocess.Popen(line, cwd=ROOT, env=env, stdout=-1, stderr=-1, start_new_session=True)
     process.stdout.close()  # nobody reads what the jobs print
-    until(lambda: len(begun(tmp_path)) == 2)
+    stop = time.monotonic() + 120
+    while len([path for path in tmp_path.glob("run/**/metrics.jsonl") if path.stat().st_size]) < 2:
+        assert time.monotonic() < stop
+        time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
     process.communicate()  # until the workers have closed their ends, too
     resumed = []
     monkeypatch.setattr("trainer.launch.fit", lambda config: resumed.append(find_newest(config.run_dir)) or 1.0)
-    assert command("train", "-m", *tiny_args, *options, *OPTUNA).status == 0
+    assert command("train", "-m", *options).status == 0
     assert len(resumed) == 2
     assert None not in resumed
-
-
-def begun(folder):
-    return [path.parent for path in folder.glob("run/**/metrics.jsonl") if path.stat().st_size]
 
 
 @pytest.fixture
@@ -189,21 +160,12 @@ def test_a_search_goes_on_after_failed_runs_and_names_them(command, optuna_args,
     [
         (["seed=range(0,0)"], "seed=range(0,0) names no value: write seed=a,b for a run with each"),
         (["run_dir=", "seed=1,2"], "run_dir is empty, or this folder: give one for the sweep"),
-        *(
-            pytest.param(options, message, marks=pytest.mark.slow)
-            for options, message in [
-                (["hydra/launcher=joblib", "hydra.launcher.n_jobs=0"], "n_jobs=0 starts no worker: use 1"),
-                (["hydra/launcher=submitit_slurm"], "submitit_slurm needs srun"),
-                ([SEARCH, "hydra.sweeper.n_trials=0", "seed=choice(1,2)"], "n_trials=0 is too few: use 1 or"),
-                ([SEARCH, "optim.max_lr=1e-3"], "hydra/sweeper=optuna has nothing to search: give a range"),
-                ([SEARCH, "hydra.sweeper.storage=sqlite:///x.db"], "hydra.sweeper.storage is not needed"),
-            ]
-        ),
+        ([SEARCH, "optim.max_lr=1e-3"], "hydra/sweeper=optuna has nothing to search: give a range"),
     ],
 )
 def test_a_sweep_that_cannot_be_is_one_line(command, tiny_args, tmp_path, options, message):
-    for plugin in ("joblib_launcher", "submitit_launcher", "optuna_sweeper"):
-        pytest.importorskip(f"hydra_plugins.hydra_{plugin}")
+    if SEARCH in options:
+        pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     result = command("train", "-m", *(arg for arg in tiny_args if "max_lr" not in arg), *options)
     assert_refused(result, tmp_path, message)
     assert "---" not in result.out
@@ -214,18 +176,13 @@ def test_a_sweep_that_cannot_be_is_one_line(command, tiny_args, tmp_path, option
     [
         (["optim.max_lr=3e-4,abc"], "job optim.max_lr=abc: config optim.max_lr='abc': Input should be a"),
         (["seed=1,2", "model.n_head=2,3"], "job model.n_head=3 seed=1: config model: n_embd=16 is not divis"),
-        *(
-            pytest.param(options, message, marks=pytest.mark.slow)
-            for options, message in [
-                (["init_from=null,/no/such"], "init_from=/no/such does not exist: give a run directory"),
-                (["seq_len=16,64000", "batch_tokens=64000"], "job seq_len=64000: seq_len=64000 needs 64001 tokens"),
-                ([SEARCH, "seed=choice(1,2)", "optim.max_lr=choice(1e-3,1e-2,-1)"], "optim.max_lr=-1:"),
-            ]
-        ),
+        (["init_from=null,/no/such"], "init_from=/no/such does not exist: give a run directory"),
+        (["seq_len=16,64000", "batch_tokens=64000"], "job seq_len=64000: seq_len=64000 needs 64001 tokens"),
+        ([SEARCH, "seed=choice(1,2)", "optim.max_lr=choice(1e-3,1e-2,-1)"], "optim.max_lr=-1:"),
     ],
 )
 def test_a_mistake_in_one_job_is_said_before_the_first_is_trained(command, tiny_args, tmp_path, options, message):
-    if "optuna" in options[0]:
+    if SEARCH in options:
         pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     result = command("train", "-m", *(arg for arg in tiny_args if "max_lr" not in arg), *options)
     assert_refused(result, tmp_path, message)
@@ -233,24 +190,10 @@ def test_a_mistake_in_one_job_is_said_before_the_first_is_trained(command, tiny_
     assert result.out == ""
 
 
-class Worker:
-    """A separate process that takes a GPU, and keeps it until it is ended."""
-
-    def __init__(self):
-        (says, said), (waits, self._ends) = os.pipe(), os.pipe()
-        self._process = os.fork()
-        if self._process == 0:
-            os.close(self._ends)
-            take_gpu()
-            os.write(said, os.environ["CUDA_VISIBLE_DEVICES"].encode())
-            os.read(waits, 1)
-            os._exit(0)
-        os.close(waits)
-        self.gpu = os.read(says, 100).decode()
-
-    def end(self):
-        os.close(self._ends)
-        assert os.waitpid(self._process, 0)[1] == 0
+def hold_gpu(taken, is_over):
+    take_gpu()
+    taken.put(os.environ["CUDA_VISIBLE_DEVICES"])
+    is_over.wait()
 
 
 @pytest.mark.slow
@@ -258,32 +201,34 @@ def test_workers_share_gpus_evenly(tmp_path, monkeypatch):
     """Three workers on two GPUs: two share one; when the worker alone on a GPU ends, the next worker gets that GPU."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-a/b")
-    workers = []
-    for _ in range(3):
-        workers.append(Worker())  # it inherits the pipes of those before it: the last one ends first
-    assert [worker.gpu for worker in workers] == ["3", "GPU-a/b", "3"]
-    workers.pop().end()
-    workers.pop().end()
-    workers.append(Worker())
-    assert workers[-1].gpu == "GPU-a/b"
-    for worker in reversed(workers):
-        worker.end()
+    assert visible_gpus() == ["3", "GPU-a/b"]
+    fork = multiprocessing.get_context("fork")
+    taken = fork.SimpleQueue()
+    ends = [fork.Event() for _ in range(4)]
+    workers = [fork.Process(target=hold_gpu, args=(taken, is_over)) for is_over in ends]
+    gpus = []
+    for worker in workers[:3]:
+        worker.start()
+        gpus.append(taken.get())
+    assert gpus == ["3", "GPU-a/b", "3"]
+    ends[1].set()
+    workers[1].join()
+    workers[3].start()
+    assert taken.get() == "GPU-a/b"
+    for worker, is_over in zip(workers, ends, strict=True):
+        is_over.set()
+        worker.join()
 
 
-@pytest.mark.parametrize(("visible", "n_jobs"), [("0,1,2", 3), ("5", 1), ("", -1), ("-1", -1)])
-def test_joblib_has_a_worker_for_every_gpu(monkeypatch, visible, n_jobs):
+@pytest.mark.parametrize("visible", ["", "-1"])
+def test_no_gpu_is_visible(monkeypatch, visible):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr("cli.sweep.let_workers_save", lambda: None)
-    choices = {"hydra/launcher": "joblib", "hydra/sweeper": "basic"}
-    config = OmegaConf.create({"runtime": {"choices": choices}, "launcher": {"n_jobs": -1}})
-    expected = [] if n_jobs == -1 else [f"hydra.launcher.n_jobs={n_jobs}"]
-    assert _settings_of_plugins(config, has_values=True) == expected
+    assert visible_gpus() == []
 
 
 # ----- what a file may not
 
 COPY = "{_target_: shutil.copyfile, src: SOURCE, dst: MARKER}"
-SWEEP = ["-m", "seed=1,2"]
 LOGGING = '{version: 1, formatters: {x: {"()": shutil.copyfile, src: SOURCE, dst: MARKER}}}'
 
 
@@ -291,15 +236,9 @@ LOGGING = '{version: 1, formatters: {x: {"()": shutil.copyfile, src: SOURCE, dst
     ("settings", "options"),
     [
         (f"hydra: {{callbacks: {{x: {COPY}}}, job_logging: {LOGGING}, hydra_logging: {LOGGING}}}", []),
-        *(
-            pytest.param(settings, options, marks=pytest.mark.slow)
-            for settings, options in [
-                (f"hydra: {{sweeper: {{params: {COPY}, max_batch_size: 1}}}}", SWEEP),
-                ("hydra: {mode: MULTIRUN, sweep: {dir: MARKER}, overrides: {task: ['seed=3,4']}}", []),
-                (f"hydra: {{callbacks: {{x: {COPY}}}, overrides: {{hydra: ['x={COPY}']}}}}", SWEEP),
-                ("defaults: [override /hydra/launcher: joblib, override /hydra/sweeper: optuna]", SWEEP),
-            ]
-        ),
+        (f"hydra: {{sweeper: {{params: {COPY}}}, callbacks: {{x: {COPY}}}}}", ["-m", "seed=1,2"]),
+        ("hydra: {mode: MULTIRUN, sweep: {dir: MARKER}, overrides: {task: ['seed=3,4']}}", []),
+        ("defaults: [override /hydra/launcher: submitit_slurm]", ["-m", "seed=1,2"]),
     ],
 )
 def test_what_a_strangers_file_sets_for_hydra_has_no_effect(
@@ -309,8 +248,7 @@ def test_what_a_strangers_file_sets_for_hydra_has_no_effect(
     monkeypatch.setattr("trainer.launch.fit", lambda config: trained.append(config.run_dir) or 1.0)
     trained = []
     if "override" in settings:
-        pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-        pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+        pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     strange_file(tmp_path, "experiment/strange.yaml", f"# @package _global_\n{settings}\n")
     options = ["--config-dir", str(tmp_path / "conf"), *options, *tiny_args, "experiment=strange"]
     result = command("train", *options)

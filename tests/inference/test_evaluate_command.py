@@ -9,7 +9,7 @@ import statistics
 import pytest
 import torch
 
-from common.figures import png
+from common.figures import encode_png
 from common.settings import UserError, decode
 from data.documents import documents_in
 from data.shards import TokenStream, read_manifest
@@ -226,7 +226,7 @@ def test_results_are_kept_by_checkpoint_and_settings(trained):
 
 def test_the_picture_shows_losses_and_plain_numbers(trained, monkeypatch):
     drawn = []
-    monkeypatch.setattr("inference.eval_report.png", lambda figure: drawn.append(figure) or png(figure))
+    monkeypatch.setattr("inference.eval_report.encode_png", lambda figure: drawn.append(figure) or encode_png(figure))
     result = evaluated(trained(), contexts=[20, 300])
     draw_evaluation(result, SEQ_LEN)
     draw_evaluation(result | {"contexts": [], "loss_of": "answers"}, SEQ_LEN)

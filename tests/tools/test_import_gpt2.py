@@ -8,7 +8,7 @@ import torch
 from printed import assert_one_line, commands_in
 from safetensors.torch import load_file, save_file
 
-from common.files import owned
+from common.files import hold_lock
 from common.settings import decode
 from data.tokenizer import BytesConfig, build_tokenizer
 from model.config import GPTConfig
@@ -142,7 +142,7 @@ def test_an_export_is_whole_or_absent(original, folder, tmp_path, command, monke
     beside = tmp_path / ".new.export"
     beside.mkdir()
     (beside / "model.safetensors").write_text("of an export that was killed")
-    with owned(beside, lambda: "taken"):
+    with hold_lock(beside, lambda: "taken"):
         assert_one_line(exported(tmp_path / "new"), "new is being written by another process")
     assert beside.exists()
 

@@ -135,10 +135,10 @@ def test_seeds_add_what_they_differ_by(tmp_path):
 
 
 def test_the_curves_are_those_of_the_lines(sweep, monkeypatch):
-    from common.figures import png
+    from common.figures import encode_png
 
     drawn = []
-    monkeypatch.setattr("tools.report.png", lambda figure: drawn.append(figure) or png(figure))
+    monkeypatch.setattr("tools.report.encode_png", lambda figure: drawn.append(figure) or encode_png(figure))
     write_report([sweep / "optim.max_lr=0.001,seed=1"], None)
     evaluated, trained = (axes.lines[0].get_xydata().tolist() for axes in drawn[0].axes)
     assert evaluated == [pytest.approx([64 * step, 7.2 - step]) for step in range(1, 7)]

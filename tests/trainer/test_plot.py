@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from faults import LimitedFiles
 
-from common.figures import png
+from common.figures import encode_png
 from trainer.records.curves import Curve, RunCurves, draw_losses
 
 
@@ -32,7 +32,7 @@ def val(step, loss=3.0):
 def test_a_picture_of(lines, tmp_path, monkeypatch, capsys):
     path = tmp_path / "loss.png"
     drawn = []
-    monkeypatch.setattr("trainer.records.curves.png", lambda figure: drawn.append(figure) or png(figure))
+    monkeypatch.setattr("trainer.records.curves.encode_png", lambda figure: drawn.append(figure) or encode_png(figure))
     path.write_bytes(b"an older picture")
     draw_losses(RunCurves(lines), path, "runs/[x] $y$ _z")
     content = path.read_bytes()
@@ -51,7 +51,7 @@ def test_a_picture_never_ends_a_run_and_warns_once(tmp_path, monkeypatch, capsys
         draw_losses(RunCurves([train(1)]), path, "runs/实验")
     before = path.read_bytes()
     assert capsys.readouterr().err.startswith(f"warning: {path}: Glyph 23454 ")
-    monkeypatch.setattr("trainer.records.curves.png", lambda figure: figure.no_latex)
+    monkeypatch.setattr("trainer.records.curves.encode_png", lambda figure: figure.no_latex)
     for _ in range(2):
         draw_losses(RunCurves([train(1)]), path, "run")
     assert capsys.readouterr().err == f"warning: {path} was not drawn: 'Figure' object has no attribute 'no_latex'\n"

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from cli import compose
-from common.command_line import in_hydras_grammar
+from common.command_line import format_value
 from common.settings import JsonDict, UserError, decode
 from data.prepare.dataset import PrepareConfig
 from data.tokenizer import build_tokenizer
@@ -27,7 +27,7 @@ def measure_preparation(options: Any) -> list[JsonDict]:
     with tempfile.TemporaryDirectory(dir=".") as folder:
         dataset_dir = Path(folder, "dataset")
         source = options.set or ["data=stdlib", "tokenizer=bytes"]
-        words = [*source, f"out_dir={in_hydras_grammar(str(dataset_dir))}"]
+        words = [*source, f"out_dir={format_value(str(dataset_dir))}"]
         config = decode(PrepareConfig, compose("prepare", words))
         rates: dict[str, list[float]] = {_REFERENCE: [], "prepared": []}
         for _ in range(options.rounds):

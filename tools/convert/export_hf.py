@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from common.console import say
-from common.files import make_directory, owned, write_json
+from common.files import hold_lock, make_directory, write_json
 from common.settings import JsonDict, UserError, decode
 from data.chat import ChatTokenizer
 from data.tokenizer import Tokenizer
@@ -46,7 +46,7 @@ def export_checkpoint(checkpoint: Path, out_dir: Path) -> None:
     temp_dir = out_dir.absolute().with_name(f".{out_dir.absolute().name}.export")
     make_directory(temp_dir, "out_dir")
     refusal = f"out_dir={out_dir} is being written by another process: choose another folder"
-    with owned(temp_dir, lambda: refusal):
+    with hold_lock(temp_dir, lambda: refusal):
         try:
             for leftover in temp_dir.iterdir():  # of an export that was killed
                 leftover.unlink()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.command_line import overrides
+from common.command_line import format_options
 from common.console import say
 from common.files import file_size, read_json
 from common.settings import JsonDict, UserError
@@ -54,9 +54,9 @@ def import_gpt2(folder: Path, run_dir: Path) -> Path:
         if tokenizer.name == "hf":
             options["tokenizer.path"] = str(path / TOKENIZER)
         options["out_dir"] = _TO_CHOOSE["dataset_dir"]
-        say(f"prepare text for it with python scripts/prepare_data.py {overrides(options)}")
+        say(f"prepare text for it with python scripts/prepare_data.py {format_options(options)}")
     runs = {"init_from": str(run_dir), "run_dir": f"{run_dir}-trained"}
-    say(f"train it with python train.py {overrides({**runs, **sizes, **_TO_CHOOSE})}")
+    say(f"train it with python train.py {format_options({**runs, **sizes, **_TO_CHOOSE})}")
     say(f"{', '.join(_TO_CHOOSE)} are examples: choose your own, and any dataset of this tokenizer")
     return path
 

@@ -4,7 +4,7 @@ from collections import Counter
 from statistics import harmonic_mean, mean
 
 import common.console
-from common.console import Track, count, note, say, warn
+from common.console import Track, count, log_line, say, warn
 from common.settings import JsonDict
 from data.conversations import Conversations
 from data.mixture import epochs, warn_of_epochs
@@ -23,7 +23,7 @@ def announce_run(run: TrainingRun, last: tuple[int, float] | None) -> None:
     config = run.config
     if run.checkpoint is not None:
         say(f"resuming {config.run_dir} after step {run.state.step}")
-    show_header = note if common.console.has_shown_header else say
+    show_header = log_line if common.console.has_shown_header else say
     show_header("\n".join(start_lines(run)))
     if run.batches.mixture is None:
         warn_of_epochs(_n_epochs(run))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from common.figures import drawn, png, short_count
+from common.figures import draw_or_warn, encode_png, format_count
 from common.files import write_or_warn
 from common.numbers import ceil_div
 from common.settings import JsonDict
@@ -98,7 +98,7 @@ def draw_losses(curves: RunCurves, path: Path, name: str, suffix: str = "") -> N
     Args:
         suffix: what follows the word loss: " on answers" or nothing.
     """
-    picture = drawn(str(path), lambda: _picture(curves, name, suffix))
+    picture = draw_or_warn(str(path), lambda: _picture(curves, name, suffix))
     if picture is not None:
         write_or_warn(path, picture)
 
@@ -138,8 +138,8 @@ def _picture(curves: RunCurves, name: str, suffix: str) -> bytes:
         axes.legend(loc="upper right")
     axes.set_xlabel("tokens")
     axes.set_ylabel(f"loss{suffix} (nats per token)")
-    axes.xaxis.set_major_formatter(short_count)
-    return png(figure)
+    axes.xaxis.set_major_formatter(format_count)
+    return encode_png(figure)
 
 
 def set_limits(axes: Axes, points: Sequence[tuple[int, float]], lows: Sequence[float] = ()) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from common.command_line import changes_of
+from common.command_line import format_changes
 from common.commit import git_commit
-from common.console import logged, say, warn
-from common.files import new_directory, owned, read_json, write_json
-from common.settings import JsonDict, UserError, differences
+from common.console import copy_lines_to, say, warn
+from common.files import hold_lock, new_directory, read_json, write_json
+from common.settings import JsonDict, UserError, find_differences
 from runtime.device import device_name
 from runtime.distributed import World
 
@@ -66,7 +66,7 @@ def own_run(run_dir: Path) -> Iterator[None]:
 
     lock = run_dir / "run.lock"
     log = run_dir / LOG
-    with new_directory(run_dir, "run_dir"), owned(lock, refusal), logged(log):
+    with new_directory(run_dir, "run_dir"), hold_lock(lock, refusal), copy_lines_to(log):
         if not os.path.lexists(log):
             log.touch()
         try:
@@ -110,7 +110,7 @@ def _say_changes(path: Path, config: JsonDict, environment: JsonDict) -> None:
         now = {key: environment[key] for key in _ROUNDING}
         # The same files may be elsewhere.
         paths = {key: config[key] for key in ("dataset_dir", "run_dir")}
-        changes = differences(file["config"] | paths, config) | differences(before, now)
+        changes = find_differences(file["config"] | paths, config) | find_differences(before, now)
     except (UserError, KeyError, TypeError, AttributeError) as error:
         return warn(f"{path} is damaged: {error}")  # it is only a record: no reason to stop
     renamed = tuple(key.removesuffix("name") for key in changes if key.endswith(".name"))
@@ -120,5 +120,5 @@ def _say_changes(path: Path, config: JsonDict, environment: JsonDict) -> None:
         is_of_one = key.startswith(renamed) and None in values
         if key.endswith(".name") or not is_of_one:
             to_say[key] = values
-    for line in changes_of(to_say, "was"):
+    for line in format_changes(to_say, "was"):
         say(f"changed: {line}")
