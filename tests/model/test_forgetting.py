@@ -51,21 +51,6 @@ def test_large_gates_do_not_round_small_ones_away(backend):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=4e-6)
 
 
-@pytest.mark.parametrize(
-    ("log_f", "causal", "message"),
-    [
-        (torch.zeros(2, 3, 9, 5), True, r"log_f \(2, 3, 9, 5\) must be \(2, 3, 9, 1\), one gate for a head's token"),
-        (torch.full((2, 3, 9, 1), 0.5), True, r"log_f has a maximum of 0.5: gates must be between -inf and 0"),
-        (torch.zeros(2, 3, 9, 1), False, r"log_f needs causal=True"),
-    ],
-)
-def test_gates_that_do_not_fit_are_refused_in_one_line(log_f, causal, message):
-    q, k, log_v, _ = inputs(9)
-    with pytest.raises(ValueError, match=message) as error:
-        log_attention(q, k, log_v, log_f.double(), causal=causal)
-    assert "\n" not in str(error.value)
-
-
 def by_flex(q, k, v, log_f, starts):
     return attend._by_flex_attention(*as_autocast(q, k, v), CAUSAL, starts, log_f=log_f)
 
@@ -79,10 +64,10 @@ def test_flex_attention_forgets_as_the_definition_does(eager_flex, monkeypatch, 
     module = SoftmaxConfig(name="softmax", decay="head", n_kv_head=2).build(32, 4, 8).double()
     starts = torch.rand(2, T) < 0.05
     x, g = torch.randn(2, 2, T, 32, dtype=torch.float64)
-    (found, _), gates = module(x, Positions(document_starts=starts)), module.forgetting(x).log_f
+    found, _ = module(x, Positions(document_starts=starts))
     mask = document_pattern_mask([CAUSAL], starts)
-    q_k_v = module.project(module.qkv(x), None)
-    wanted = module.join(masked_attention(*q_k_v, mask, gates), None)
+    q, k, v, log_f, _ = module.project(module.qkv(x), module.decay(x))
+    wanted = masked_attention(q, k, v, mask, log_f).transpose(1, 2).flatten(2)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     parameters = list(module.parameters())
     for a, b in zip(*(torch.autograd.grad(y, parameters, g) for y in (found, wanted)), strict=True):

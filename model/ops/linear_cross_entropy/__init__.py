@@ -23,9 +23,9 @@ from model.ops.kernels import choose_form
 
 # The operator, and the form that has all derivatives.
 _NAMES = "summed_loss", "token_losses(...).sum()"
-CHUNK = {"cpu": 2**27, "cuda": 2**30}  # bytes of logits at a time: a GPU needs enough work
+LOGITS = {"cpu": 2**27, "cuda": 2**30}  # bytes of logits at a time: a GPU needs enough work
 # Plain torch converts such a chunk to float32 in this many steps: each fits into a CPU's cache.
-ROW_CHUNKS = {"cpu": 128, "cuda": 16}
+N_ROW_STEPS = {"cpu": 128, "cuda": 16}
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
@@ -66,13 +66,11 @@ def summed_loss(
 
     Args:
         backend: "chunked", "triton" (a kernel), or "auto": "triton" on GPUs that support it.
-
-    Raises:
-        ValueError: the backend does not exist or is not supported here.
     """
     refuse_transforms(*_NAMES, x, weight)
     (x,) = as_autocast(x)
-    backend = choose_form("the loss", backend, [*_FORMS], x)
+    if backend == "auto":
+        backend = choose_form("the loss", "chunked", "triton", x)
     needs_gradients = x.requires_grad or weight.requires_grad
     with_grad = torch.is_grad_enabled() and needs_gradients
     return _summed_loss(x, weight, targets, with_grad, cap, backend)[0]
@@ -115,11 +113,11 @@ def _by_torch(
     """Losses of some tokens, (n,); if wanted, the gradient of their logits (n, V) replaces these,
     as in the kernel.
 
-    Some rows at a time: see ROW_CHUNKS.
+    Some rows at a time: see N_ROW_STEPS.
     """
     acc = accumulation_dtype(logits)
     # logits.T has V rows, as the weight has.
-    size = _tokens(logits.T, ROW_CHUNKS.get(logits.device.type, ROW_CHUNKS["cuda"]))
+    size = _tokens(logits.T, N_ROW_STEPS.get(logits.device.type, N_ROW_STEPS["cuda"]))
     losses = []
     for rows, row_targets in zip(logits.split(size), targets.split(size), strict=True):
         target = row_targets.clamp(min=0).unsqueeze(1)
@@ -150,7 +148,7 @@ _FORMS = {"chunked": _by_torch, "triton": _by_triton}
 
 def _tokens(weight: Tensor, n_chunks: int = 1) -> int:
     """Tokens of a chunk, or of an n-th of one, for a weight of (V, D)."""
-    n_bytes = CHUNK.get(weight.device.type, CHUNK["cuda"])
+    n_bytes = LOGITS.get(weight.device.type, LOGITS["cuda"])
     return max(1, n_bytes // (n_chunks * len(weight) * weight.itemsize))
 
 

@@ -16,12 +16,22 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from model.ops.custom import accumulation_dtype
-from model.ops.gates import forgotten
+from model.ops.gates import sum_gates
 
 # Bounds of logarithms, so that float32 and bfloat16 hold every number: docs/attention.md.
 QUERY = -60.0, 0.0  # relative to a query's largest feature
 KEY = -25.0, 45.0
 VALUE = -20.0, 25.0
+
+
+class Inputs(NamedTuple):
+    """The operator's inputs, or what a form has in their place: chunks, gradients, pointers."""
+
+    q: Any
+    k: Any
+    v: Any
+    log_f: Any
+    """None without gates."""
 
 
 class Form(NamedTuple):
@@ -65,7 +75,7 @@ def naive_log_attention(
         weights = weights.tril()
     if log_f is not None:
         log_f = log_f.to(dtype)
-        kept = forgotten(log_f).squeeze(-1).exp()  # (B, H, T, T)
+        kept = sum_gates(log_f).squeeze(-1).exp()  # (B, H, T, T)
         weights = weights * kept
         start = log_f.cumsum(2).exp()  # (B, H, T, 1): of the state before these tokens
         end = kept[:, :, -1:].mT  # (B, H, T, 1): of a key after these tokens

@@ -11,8 +11,8 @@ from common.numbers import ceil_div
 from model.ops.custom import CHUNK, operator, refuse_second_order, refuse_transforms
 from model.ops.log_attention import gpu_kernels
 from model.ops.log_attention.chunked_attention import NAMES
-from model.ops.log_attention.gpu_kernels import Constants, Inputs, States, SumGrads, Tokens
-from model.ops.log_attention.naive_attention import LOG_SPACE, Form, empty_state
+from model.ops.log_attention.gpu_kernels import Constants, States, SumGrads, Tokens
+from model.ops.log_attention.naive_attention import Form, Inputs, empty_state
 from model.ops.triton_launch import launching
 
 
@@ -20,22 +20,21 @@ def triton_log_attention(
     q: Tensor,
     k: Tensor,
     log_v: Tensor,
-    log_f: Tensor | None = None,
+    log_f: Tensor | None,
     *,
-    form: Form = LOG_SPACE,
-    state: Tensor | None = None,
-    return_state: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """As causal `log_attention`, for tensors with any strides. The memory layout of y is (B, T, H,
-    d_v).
+    form: Form,
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Causal `log_attention` and the state after it, for tensors with any strides.
+
+    The memory layout of y is (B, T, H, d_v).
 
     Operands of products are bfloat16 if q and k are. For float16 they are tf32, which has the range
     of bfloat16 and the digits of float16; for float32, three products of tf32. Sums are float32.
     """
     refuse_transforms(*NAMES, q, k, log_v, log_f, state)
-    state = empty_state(q, log_v) if state is None else state.float().contiguous()
-    y, after, *_ = _attend(q, k, log_v, log_f, state, *form)
-    return (y, after) if return_state else y
+    y, after, *_ = _attend(q, k, log_v, log_f, state.float().contiguous(), *form)
+    return y, after
 
 
 @operator("log_attention_triton")

@@ -44,19 +44,9 @@ def log_recurrence(
     Returns:
         s (B, T, D) in the type of h, and the state, which is s after the last token in float32 or
         float64.
-
-    Raises:
-        ValueError: shapes do not match, log_p is above 0 (checked on CPUs, except by "naive"), or
-            the backend does not exist or is not supported here.
     """
-    if log_p.shape != h.shape or h.dim() != 3 or 0 in h.shape:
-        raise ValueError(
-            f"log_p {tuple(log_p.shape)} and h {tuple(h.shape)} "
-            "must both be (B, T, D), with T at least 1"
-        )
-    if state is not None and state.shape != h[:, 0].shape:
-        raise ValueError(f"state {tuple(state.shape)} must be (B, D) = {tuple(h[:, 0].shape)}")
-    backend = choose_form("the log recurrence", backend, ("naive", "chunked", "triton"), h)
+    if backend == "auto":
+        backend = choose_form("the log recurrence", "chunked", "triton", h)
     if backend == "naive":
         return naive_log_recurrence(log_p, h, state)
     refuse_transforms(*NAMES, log_p, h, state)
@@ -69,8 +59,6 @@ def log_recurrence(
 @operator("log_recurrence")
 def _recur(log_p: Tensor, h: Tensor, start: Tensor, backend: str) -> Tensor:
     """log_p (B, T, D), h (B, T, D), start (B, D) -> s (B, T, D) in the type of start."""
-    if log_p.device.type == "cpu" and log_p.amax() > 0:
-        raise ValueError(f"log_p has a maximum of {float(log_p.amax())}: it must be at most 0")
     s: Tensor = _form(backend).forward(log_p, h, start)
     return s
 
