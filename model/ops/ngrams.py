@@ -58,6 +58,7 @@ def ngram_followers(
     Returns:
         Token ids (B, lengths, T), with -1 where there was no such string, and the state.
     """
+    # Number the documents, so that strings of one are not found in another.
     recent, table = state
     T = token_ids.shape[1]
     spare = table.shape[2] - 1
@@ -67,7 +68,7 @@ def ngram_followers(
         documents = pad(starts.cumsum(1), (recent.shape[1], 0))
     document = documents[:, None, -1 - T :]
     last_document = documents[:, None, -1:]
-    # (B, lengths, 1 + T): of the strings that end at recent's last token, and at each new one.
+    # Hash the strings that end at recent's last token and at each new one: (B, lengths, 1 + T).
     slots, hashes = _hashes(ids, documents, lengths, spare)
     is_string = slots < spare
     # The hash of a string, and the token after it.
@@ -88,6 +89,7 @@ def ngram_followers(
         table = table.masked_fill(last_document > 0, _NONE)
     written_slots = slots[..., :T].where(is_written, spare)
     table = table.scatter(2, written_slots, entries.where(is_written, _NONE))
+    # Keep the last tokens, for strings that go on in the next call.
     recent = ids[:, T:].where(documents[:, T:] == documents[:, -1:], _NONE)
     return followers, NGramState(recent, table)
 

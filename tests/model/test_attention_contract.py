@@ -424,18 +424,6 @@ def test_a_packed_text_in_pieces_is_the_whole(case, position):
         close(torch.cat(outputs, dim=1), wanted)
 
 
-@pytest.mark.gpu
-def test_a_model_of_every_mechanism_streams():
-    pattern = [settings_of((variant_names(cls)[0], 0)) for cls in ATTENTION]
-    gpt = gpt_of(attention_pattern=pattern, n_layer=len(pattern) + 2)
-    whole = gpt(ids(40, B=2))
-    state, parts = None, []
-    for piece in ids(40, B=2).split([1, 20, 1, 18], dim=1):
-        logits, state = gpt(piece, state, return_state=True)
-        parts.append(logits)
-    close(torch.cat(parts, dim=1), whole)
-
-
 def test_a_name_in_a_pattern_is_the_models_own_attention_or_the_defaults():
     config = gpt_config(attention={"name": "softmax", "n_kv_head": 2}, attention_pattern=["log_space", "softmax"])
     assert [layer.name for layer in config.layers] == ["log_space", "softmax", "log_space"]

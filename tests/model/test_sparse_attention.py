@@ -1,7 +1,6 @@
 """Sparse attention: the operator against loops over the definitions, the modules against theirs, streaming, bounds."""
 
 import functools
-from types import SimpleNamespace
 
 import agreement
 import pytest
@@ -9,7 +8,6 @@ import torch
 from gradients import assert_all_close
 from made_on import suspended
 
-from common.console import say_once
 from common.settings import decode
 from model.attention.longformer import LongformerConfig
 from model.attention.sparse import SlidingWindowConfig, StridedConfig
@@ -18,7 +16,7 @@ from model.gpt import GPT
 from model.ops.sparse_attention import attend
 from model.ops.sparse_attention.attend import sparse_attention
 from model.ops.sparse_attention.masked_attention import naive_sparse_attention
-from model.ops.sparse_attention.patterns import CAUSAL, fixed, is_causal, longformer, pattern_mask, strided, window
+from model.ops.sparse_attention.patterns import CAUSAL, fixed, longformer, pattern_mask, strided, window
 
 # The definitions, one query and one key at a time.
 PATTERNS = {
@@ -100,22 +98,6 @@ def test_bfloat16_and_autocast_round_like_their_number_format(name):
         assert torch.equal(sparse_attention(q.float(), k.float(), v.float(), patterns), found)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "T", "causal"),
-    [
-        (window(10), 10, True),
-        (window(10), 11, False),
-        (strided(1), 50, True),
-        (longformer(50, 1), 4, False),
-        (fixed(9, 3), 9, True),
-        (fixed(9, 3), 10, False),
-        (fixed(9, 3, "A2"), 9, False),
-    ],
-)
-def test_patterns_that_are_plainly_causal_are_known(pattern, T, causal):
-    assert is_causal(pattern, T) == causal
-
-
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", PATTERNS)
@@ -172,23 +154,6 @@ def test_huge_scores_stay_finite():
     y = sparse_attention(q * 1e3, k * 1e3, v, [strided(6)])
     y.backward(g)
     assert all(x.isfinite().all() for x in (y, q.grad, k.grad, v.grad))
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "head_dim", "wanted", "said"),
-    [
-        ("cpu", torch.float64, 6, "masks", ""),
-        ("cuda", torch.bfloat16, 64, "flex", ""),
-        ("cuda", torch.float32, 8, "masks", "sparse attention uses masks, which is slower: flex needs 16 features"),
-        ("cuda", torch.float64, 64, "masks", ""),
-        ("mps", torch.float32, 64, "masks", ""),
-    ],
-)
-def test_what_skips_nothing_is_said(device, dtype, head_dim, wanted, said, monkeypatch, capsys):
-    say_once.cache_clear()
-    assert attend._form(SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 1, 8, head_dim))) == wanted
-    out = capsys.readouterr().out
-    assert said in out if wanted == "masks" else "slower" not in out
 
 
 CONFIGS = {

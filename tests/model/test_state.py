@@ -9,7 +9,6 @@ from torch import Tensor
 
 from model.attention.cache import KVCache, SparseCache
 from model.ops.sparse_attention.patterns import fixed, longformer, pattern_mask, strided, window
-from model.position import Rotation, rotate
 from model.state_trees import cat_states, select_rows
 
 H, D, E = 2, 3, 4
@@ -136,10 +135,6 @@ def test_columns_are_where_they_say_in_rows_of_any_length(mode, patterns, T):
         assert len(set(where[row, there].tolist())) == there.sum()
 
 
-def test_one_token_after_rows_of_the_same_length_needs_no_mask(mode):
-    assert KVCache.of(*kv(5)).append(*kv(1))[3] is None
-
-
 class Sums(NamedTuple):
     S: Tensor
     seen: tuple[int, ...]
@@ -159,11 +154,3 @@ def test_states_are_put_together_and_taken_apart():
     swapped, _ = select_rows((both, nothing), [2, 0, 0])
     assert swapped.seen == (6, 4, 4)
     assert torch.equal(swapped.inner.v, both.inner.v[[2, 0, 0]])
-
-
-def test_a_rotation_turns_rows_at_positions_of_their_own():
-    angle = torch.rand(2, 5, 2, dtype=torch.float64)
-    x = torch.rand(2, 3, 5, 4, dtype=torch.float64)
-    together = rotate(x, Rotation(angle.cos(), angle.sin()))
-    for row in range(2):
-        assert torch.equal(together[row], rotate(x[row : row + 1], Rotation(angle[row].cos(), angle[row].sin()))[0])

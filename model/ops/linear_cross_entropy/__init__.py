@@ -88,9 +88,10 @@ def _summed_loss(
     weight = weight.to(x.dtype)
     if backend == "triton":  # products of rows that are not aligned are slow on GPUs
         weight = pad(weight, (0, 0, 0, -n_vocab % 64))
-    loss, g_x, g_weight = _empty_results(x, weight, with_grad)
+    loss, g_x, g_weight = _empty_results(x, weight, targets, with_grad)
     loss.zero_()
     g_weight.zero_()
+    # Some tokens at a time: logits, their losses, and from these gradients those of x and weight.
     size = _tokens(weight)
     with torch.autocast(x.device.type, enabled=False):
         for n in range(0, max(1, len(x)), size):
@@ -152,19 +153,14 @@ def _tokens(weight: Tensor, n_chunks: int = 1) -> int:
     return max(1, n_bytes // (n_chunks * len(weight) * weight.itemsize))
 
 
-def _empty_results(x: Tensor, weight: Tensor, with_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_results(
+    x: Tensor, weight: Tensor, targets: Tensor, with_grad: bool, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     acc = accumulation_dtype(x)
     loss = x.new_empty((), dtype=acc)
     if not with_grad:
         return loss, x.new_empty(0), loss.new_empty(0)
     return loss, torch.empty_like(x), torch.empty_like(weight, dtype=acc)
-
-
-@torch.library.register_fake(_summed_loss)
-def _(
-    x: Tensor, weight: Tensor, targets: Tensor, with_grad: bool, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_results(x, weight, with_grad)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -191,4 +187,5 @@ def _backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     return g_x, g_weight.to(ctx.dtype), None, None, None, None
 
 
+torch.library.register_fake(_summed_loss, _empty_results)
 torch.library.register_autograd(_summed_loss, _backward, setup_context=_save_for_backward)

@@ -13,7 +13,7 @@ the first, and carries the gradient of M. The derivative ignores the bounds of l
 needs e_q, e_k and e_v alone.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from model.ops.custom import (
     refuse_transforms,
     running_sum,
 )
-from model.ops.log_attention.naive_attention import KEY, QUERY, VALUE, Form, Inputs
+from model.ops.log_attention.naive_attention import KEY, QUERY, VALUE, Form, Inputs, empty_state
 
 NAMES = "log_attention", "backend='naive'"  # the operator, and the form that has all derivatives
 # Elements of a temporary on a CPU, so that a step fits into its cache. Other devices process all
@@ -87,7 +87,7 @@ def _attend(
     """Return y (B, H, T, d_v), the state after the tokens (B, H, d_k, E), and, for the backward
     pass, the state before each step (steps, B, H, d_k, E)."""
     form = Form(exp, log)
-    y, after, before = _empty_results(q, v, state)
+    y, after, before = _empty_results(q, k, v, log_f, state)
     with torch.autocast(q.device.type, enabled=False):
         for tokens in _steps(q):
             M = after[tokens.batch] if tokens.start else state[tokens.batch]
@@ -98,12 +98,9 @@ def _attend(
     return y, after, before
 
 
-@torch.library.register_fake(_attend)
-def _(q: Tensor, k: Tensor, v: Tensor, log_f: Any, state: Tensor, *_: bool) -> tuple[Tensor, ...]:
-    return _empty_results(q, v, state)
-
-
-def _empty_results(q: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_results(
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None, state: Tensor, *_: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     steps = ceil_div(q.shape[2], CHUNK * _chunks_in_step(q))
     return torch.empty_like(v), torch.empty_like(state), state.new_empty(steps, *state.shape)
 
@@ -112,19 +109,22 @@ def _empty_results(q: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor,
 def _attend_backward(
     g_y: Tensor,
     g_after: Tensor,
-    inputs: Sequence[Tensor | None],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_f: Tensor | None,
     before: Tensor,
     exp: bool,
     log: bool,
 ) -> list[Tensor]:
     """Return the gradients of q, k, v, log_f (empty without gates) and the state."""
     form = Form(exp, log)
-    tensors = Inputs._make(inputs)
-    gradients = _empty_gradients(tensors)
-    g_M = g_after.clone()
+    inputs = Inputs(q, k, v, log_f)
+    *gradients, g_M = _empty_gradients(g_y, g_after, *inputs)
+    g_M.copy_(g_after)
     with torch.autocast(g_y.device.type, enabled=False):
-        for tokens in reversed(list(_steps(tensors.q))):
-            chunks = tokens.chunks_of(tensors, g_M.dtype, form)
+        for tokens in reversed(list(_steps(q))):
+            chunks = tokens.chunks_of(inputs, g_M.dtype, form)
             step = _step(chunks, before[tokens.number, tokens.batch], form)
             g = tokens.chunks(g_y, g_M.dtype, 0.0)
             found, g_M[tokens.batch] = _step_backward(
@@ -136,38 +136,49 @@ def _attend_backward(
     return [*gradients, g_M]
 
 
-@torch.library.register_fake(_attend_backward)
-def _(g_y: Tensor, g_after: Tensor, inputs: Any, *_: Any) -> list[Tensor]:
-    return [*_empty_gradients(Inputs._make(inputs)), torch.empty_like(g_after)]
-
-
-def _empty_gradients(inputs: Inputs) -> list[Tensor]:
+def _empty_gradients(
+    g_y: Tensor, g_after: Tensor, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None, *_: Any
+) -> list[Tensor]:
     """Allocate gradients. An empty tensor stands for None, which an operator cannot return."""
-    return [inputs.q.new_empty(0) if x is None else torch.empty_like(x) for x in inputs]
+    g_f = q.new_empty(0) if log_f is None else torch.empty_like(log_f)
+    like = torch.empty_like
+    return [like(q), like(k), like(v), g_f, like(g_after)]
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, _, exp, log = inputs
-    ctx.form = Form(exp, log)
-    ctx.save_for_backward(*tensors, output[2])
-    ctx.mark_non_differentiable(output[2])
-    ctx.set_materialize_grads(False)  # or torch would make zeros for `before`
+def register_backward(attend: Any, attend_backward: Any) -> None:
+    """Give an operator its gradients.
+
+    Args:
+        attend: (q, k, v, log_f, state, exp, log) -> y, the state after the tokens, and tensors
+        attend_backward: (g_y, g_after, q, k, v, log_f, *saved, exp, log) -> gradients of q, k, v,
+            log_f and the state.
+    """
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, _, exp, log = inputs
+        ctx.form = exp, log
+        ctx.save_for_backward(*tensors, *output[2:])
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.set_materialize_grads(False)  # or torch would make zeros for what is saved
+
+    def backward(
+        ctx: Any, g_y: Tensor | None, g_after: Tensor | None, *_: None
+    ) -> tuple[Tensor | None, ...]:
+        refuse_second_order(*NAMES)
+        q, _, v, log_f, *_ = saved = ctx.saved_tensors
+        g_y = torch.zeros_like(v) if g_y is None else g_y
+        g_after = empty_state(q, v) if g_after is None else g_after
+        gradients = attend_backward(g_y, g_after, *saved, *ctx.form)
+        if log_f is None:
+            gradients[3] = None
+        return *gradients, None, None
+
+    torch.library.register_autograd(attend, backward, setup_context=save)
 
 
-def _backward(
-    ctx: Any, g_y: Tensor | None, g_after: Tensor | None, _: None
-) -> tuple[Tensor | None, ...]:
-    refuse_second_order(*NAMES)
-    *inputs, before = ctx.saved_tensors
-    g_y = torch.zeros_like(inputs[2]) if g_y is None else g_y
-    g_after = torch.zeros_like(before[0]) if g_after is None else g_after
-    gradients = _attend_backward(g_y, g_after, inputs, before, *ctx.form)
-    if inputs[3] is None:
-        gradients[3] = None
-    return *gradients, None, None
-
-
-torch.library.register_autograd(_attend, _backward, setup_context=_save_for_backward)
+torch.library.register_fake(_attend, _empty_results)
+torch.library.register_fake(_attend_backward, _empty_gradients)
+register_backward(_attend, _attend_backward)
 
 
 class _Gates(NamedTuple):

@@ -292,7 +292,7 @@ def apply_gates(scores, gates, P: tl.constexpr):
 
 @triton.jit
 def apply_gates_by_key(scores, gates, P: tl.constexpr):
-    """The same for scores (key, query)."""
+    """`apply_gates` of scores (key, query)."""
     t = tl.arange(0, P.C)
     if P.GATED:
         high = gates.high[None, :] - gates.high[:, None]
@@ -404,6 +404,7 @@ def scan_columns(
     P: tl.constexpr,
 ):
     """`scan` of elements i of x (B H, N, d_k, WIDTH): columns of a state from COLUMN on."""
+    # Where these elements are in states, and in the first chunk to be read.
     head = tl.program_id(0).to(tl.int64)
     in_state = (head * P.D_K + i // WIDTH) * (P.D_V + 1) + COLUMN + i % WIDTH
     SIZE: tl.constexpr = P.D_K * WIDTH
@@ -446,6 +447,7 @@ def outputs(x, before, y, H, T, P: tl.constexpr):
 def query_grads(x, g_y, before, g_q, g_of, D, H, T, BLOCKS: tl.constexpr, P: tl.constexpr):
     """Compute gradients of queries, SumGrads `g_of`, and D: the gradient of the state before each
     chunk by that chunk's queries."""
+    # Compute weights and norms again, as the forward pass does.
     chunk = this_chunk(H, T, P)
     e_q = round_operand(load_queries(x.q, chunk, P), P)
     e_k = round_operand(load_keys(x.k, chunk, P), P)
@@ -460,6 +462,7 @@ def query_grads(x, g_y, before, g_q, g_of, D, H, T, BLOCKS: tl.constexpr, P: tl.
     g_e = zeros(P.C, P.BK)
     g_norm = tl.zeros_like(norm)
     for block in range(BLOCKS):
+        # Some value columns at a time: g, the gradient of their sums.
         e = value_columns(block, P)
         M = load_matrix(before, chunk, e, P)
         e_v = round_operand(load_values(x.v, chunk, e, P), P)
@@ -468,6 +471,7 @@ def query_grads(x, g_y, before, g_q, g_of, D, H, T, BLOCKS: tl.constexpr, P: tl.
         g = divide(g, sums) if P.LOG else g * (1.0 / norm)[:, None]
         g = tl.where(sees_keys[:, None] & (e < P.D_V)[None, :], g, 0.0)
         g = round_operand(g, P)
+        # What g gives to the norm, to the state before the chunk, to queries and to weights.
         to_start = scale_operand(g, gates.start_power, P)
         g_norm -= tl.sum(g.to(tl.float32) * sums, 1)
         pointers, exist = sum_pointers(g_of.sums, chunk, e, P)
@@ -475,6 +479,7 @@ def query_grads(x, g_y, before, g_q, g_of, D, H, T, BLOCKS: tl.constexpr, P: tl.
         store_matrix(D, multiply(tl.trans(rest_q), to_start, P), chunk, e, P)
         g_e += multiply(to_start, tl.trans(M), P)
         g_A += multiply(g, tl.trans(e_v), P)
+    # The norm is one more column, with values of 1.
     g_norm = tl.where(sees_keys, divide(g_norm, norm), 0.0)
     tl.store(row_pointers(g_of.norms, chunk, P), g_norm)
     norm_to_start = g_norm * gates.start_power if P.GATED else g_norm
@@ -484,6 +489,7 @@ def query_grads(x, g_y, before, g_q, g_of, D, H, T, BLOCKS: tl.constexpr, P: tl.
     gates = load_gates(x.log_f, chunk, P)
     g_A = apply_gates(g_A + g_norm[:, None], gates, P)
     g_e += multiply(g_A.to(P.OPERAND), e_k, P)
+    # From features to their logarithms.
     e_q = e_q.to(tl.float32)
     if P.GATED:
         tl.store(row_pointers(g_of.queries, chunk, P), tl.sum(g_e * e_q, 1))
@@ -496,6 +502,7 @@ def key_grads(x, before, g_of, D, g_x, H, T, BLOCKS: tl.constexpr, P: tl.constex
 
     Scores are (key, query), so that no result of a product is transposed.
     """
+    # Compute weights again, transposed.
     chunk = this_chunk(H, T, P)
     e_q = round_operand(load_queries(x.q, chunk, P), P)
     e_k = load_keys(x.k, chunk, P)
@@ -503,12 +510,14 @@ def key_grads(x, before, g_of, D, g_x, H, T, BLOCKS: tl.constexpr, P: tl.constex
     k_end = round_operand(scale_rows(e_k, gates.end, P), P)
     e_k = round_operand(e_k, P) if P.GATED else k_end
     A = apply_gates_by_key(multiply(e_k, tl.trans(e_q), P), gates, P).to(P.OPERAND)
+    # The norm's column of the state: its values are 1.
     z_D = load_z(D, chunk, P)
     # After the chunk, <M, D> = kept + added: what gates keep of the state before, and keys.
     kept = load_z(before, chunk, P) * gates.decay * z_D
     g_A = zeros(P.C, P.C)
     g_e = scale_rows(zeros(P.C, P.BK) + z_D[None, :], gates.end, P)
     for block in range(BLOCKS):
+        # Some value columns at a time: keys give to their own chunk's sums, and to the state.
         e = value_columns(block, P)
         D_n = load_matrix(D, chunk, e, P)
         pointers, exist = sum_pointers(g_of.sums, chunk, e, P)
@@ -523,11 +532,13 @@ def key_grads(x, before, g_of, D, g_x, H, T, BLOCKS: tl.constexpr, P: tl.constex
         if P.GATED:
             M = load_matrix(before, chunk, e, P).to(tl.float32) * gates.decay
             kept += tl.sum(M * D_n.to(tl.float32), 1)
+    # Keys' share of the state, then of the scores: g_e goes from one to the other.
     e_k = e_k.to(tl.float32)
     added = tl.sum(g_e * e_k, 1)  # by each key to <M, D>
     gates = load_gates(x.log_f, chunk, P)  # again, as in query_grads
     g_A = apply_gates_by_key(g_A + tl.load(row_pointers(g_of.norms, chunk, P))[None, :], gates, P)
     g_e += multiply(g_A.to(P.OPERAND), e_q, P)
+    # A gate's gradient: what queries read from it on, less what keys from it on give.
     if P.GATED:
         own = tl.load(row_pointers(g_of.queries, chunk, P)) - tl.sum(g_e * e_k, 1)
         store_gate_grads(x.log_f, g_x.log_f, own, sum_vector(kept) + sum_vector(added), chunk, P)

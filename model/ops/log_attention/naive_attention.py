@@ -63,6 +63,7 @@ def naive_log_attention(
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Arguments and result are those of `log_attention`, outside of autocast."""
+    # Features, values with one more column of ones, and weights of all pairs.
     dtype = accumulation_dtype(q)
     e_q, e_k = _features(q.to(dtype), k.to(dtype), form)
     e_v = _bounded(log_v.to(dtype), *VALUE).exp() if form.log else log_v.to(dtype)
@@ -73,6 +74,7 @@ def naive_log_attention(
     decay: Any = 1.0
     if causal:
         weights = weights.tril()
+    # What gates keep of keys and of the state.
     if log_f is not None:
         log_f = log_f.to(dtype)
         kept = sum_gates(log_f).squeeze(-1).exp()  # (B, H, T, T)
@@ -80,6 +82,7 @@ def naive_log_attention(
         start = log_f.cumsum(2).exp()  # (B, H, T, 1): of the state before these tokens
         end = kept[:, :, -1:].mT  # (B, H, T, 1): of a key after these tokens
         decay = start[:, :, -1:]
+    # Sums over these tokens and the state; the last column is the norm.
     state = empty_state(q, log_v) if state is None else state.to(dtype)
     sums = weights @ e_v + (start * e_q) @ state  # (B, H, T, d_v + 1)
     y = sums[..., :-1] / sums[..., -1:]
