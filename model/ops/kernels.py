@@ -4,6 +4,7 @@ On GPUs "auto" means an operator's kernels, unless a process uses none: with run
 or when its proof finds its numbers wrong (runtime/proof.py).
 """
 
+import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -32,6 +33,8 @@ def why_not_triton(
     """Return why no Triton kernel can run on a device, or None if they can."""
     if find_spec("triton") is None:
         return "needs the package triton, which is not installed: pip install triton"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
     gpu = torch.cuda.get_device_properties(index)
     if gpu.major < 8:
         return f"needs a GPU of compute capability 8.0, and {gpu.name} has {gpu.major}.{gpu.minor}"
