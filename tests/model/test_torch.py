@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from model.gpt import GPT
 from model.ops import custom
+from model.ops.linear_cross_entropy import _summed_loss
 from model.ops.log_attention.chunked_attention import _attend
 from model.ops.log_attention.triton_attention import _attend as _attend_triton
 from model.ops.log_recurrence import _recur, _recur_backward
