@@ -80,7 +80,7 @@ def ngram_followers(
     stored = table.gather(2, slots).masked_fill(document > 0, _NONE)
     latest = entries.gather(2, previous.clamp(min=0)).where(previous >= 0, stored)
     is_same_string = is_string & (latest >> _ID_BITS == hashes)
-    followers = followers_in(latest).where(is_same_string, _NONE)[..., 1:]
+    followers = (latest & (2**_ID_BITS - 1)).where(is_same_string, _NONE)[..., 1:]
 
     # Write the last string of each slot. The string that ends at T has no follower yet.
     is_last = (following < 0) | (following == T)
@@ -92,11 +92,6 @@ def ngram_followers(
     # Keep the last tokens, for strings that go on in the next call.
     recent = ids[:, T:].where(documents[:, T:] == documents[:, -1:], _NONE)
     return followers, NGramState(recent, table)
-
-
-def followers_in(table: Tensor) -> Tensor:
-    """The token after each string of a table; -1: there is no string."""
-    return torch.where(table >= 0, table & (2**_ID_BITS - 1), _NONE)
 
 
 def _neighbours(keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,9 @@ def compiled(launch: Callable[[], None], capability: int, assembled: bool) -> di
     """The kernels that `launch` launches, compiled for a GPU of this compute capability and not run."""
     target = GPUTarget("cuda", capability, 32)
     gpu = SimpleNamespace(
-        get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: target
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: target,
     )
     found: dict[str, Any] = {}
     run = JITFunction.run

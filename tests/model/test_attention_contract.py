@@ -31,7 +31,11 @@ OWN = {  # settings with which short texts meet what sets a mechanism apart; all
     "log_space": [{}, {"d_key": 4, "d_val": 5}, {"product": True}],
     "log_space_signed": [{}, {"d_key": 4, "d_val": 5}, {"product": True}],
     "projection": [{"values": v, "learned": learned} for v in ("keys", "own") for learned in (False, True)],
-    "sliding_window": [{"window": 1}, {"window": 5}, {"window": [3, 5, 7, 70], "dilation": [None, 1, 3, None]}],
+    "sliding_window": [
+        {"window": 1},
+        {"window": 5},
+        {"window": [3, 5, 7, 70], "dilation": [None, 1, 3, None]},
+    ],
     "longformer": [{"window": 5, "n_global": 3}, {"window": 2, "n_global": 50}],
     "strided": [{"stride": 6, "merge": merge} for merge in (False, True)],
     "fixed": [{"size": 6, "width": 2, "merge": merge} for merge in (False, True)],
@@ -56,7 +60,10 @@ def space_of(cls, factors):
     name = variant_names(cls)[0]
     own = [(name, i) for i in range(len(OWN.get(name, [{}])))]
     if not cls.traits.rotary:
-        allowed = {"rotary": [False], "position": [name for name in factors.get("position", ()) if name != "rotary"]}
+        allowed = {
+            "rotary": [False],
+            "position": [name for name in factors.get("position", ()) if name != "rotary"],
+        }
         factors = {key: allowed.get(key, several) for key, several in factors.items()}
     return {"name": [name], "own": own, **choices_of(cls), **factors}
 
@@ -251,7 +258,15 @@ def test_texts_of_different_lengths_in_a_batch_are_as_each_alone(case, rotary, m
         for row, wanted in enumerate(alone):
             close(y[row], wanted[0, -20:])
         # and rows can be taken out again, also in the middle
-        y, _ = read(module, case, new[[2, 0]], 20, rotary, select_rows(state, [2, 0]), (lengths[2], lengths[0]))
+        y, _ = read(
+            module,
+            case,
+            new[[2, 0]],
+            20,
+            rotary,
+            select_rows(state, [2, 0]),
+            (lengths[2], lengths[0]),
+        )
         close(y[0], alone[2][0, -20:])
         close(y[1], alone[0][0, -20:])
         assert after is not state
@@ -308,7 +323,11 @@ def test_bfloat16_errs_no_more_than_its_inputs_warrant(case, device):
 
 def gpt_config(**changes):
     sizes = {"n_vocab": 11, "n_layer": 3, "n_head": N_HEAD, "n_embd": N_EMBD}
-    parts = {"attention": {"name": "softmax"}, "block": {"name": "glu"}, "position": {"name": "log_recurrence"}}
+    parts = {
+        "attention": {"name": "softmax"},
+        "block": {"name": "glu"},
+        "position": {"name": "log_recurrence"},
+    }
     return decode(GPTConfig, {**sizes, **parts, **changes})
 
 
@@ -397,9 +416,15 @@ def is_carried(case):
 @on_pairs(is_carried, position=["log_recurrence", "rotary", "none"])
 def test_a_text_goes_on_from_the_state_before_its_first_token(case, position):
     """It has its size from the beginning, and means the same as None."""
-    gpt, text = gpt_of(attention=case, position={"name": position}, block={"name": "mlp", "conv": 4}), ids(70, B=2)
+    gpt, text = (
+        gpt_of(attention=case, position={"name": position}, block={"name": "mlp", "conv": 4}),
+        ids(70, B=2),
+    )
     with torch.no_grad():
-        wanted, (first, *layers) = gpt(text), [x.initial_state(2, gpt.device) for x in (gpt.position, *gpt.blocks)]
+        wanted, (first, *layers) = (
+            gpt(text),
+            [x.initial_state(2, gpt.device) for x in (gpt.position, *gpt.blocks)],
+        )
         state = GPTState(first, tuple(layers))
         gpt.config.check_constant_state("carried state", from_empty=True)
         for piece in text.split([20, 1, 49], dim=1):
@@ -443,7 +468,10 @@ def test_a_name_in_a_pattern_is_the_models_own_attention_or_the_defaults():
             {"attention": {"name": "log_space", "product": True, "d_key": 7}},
             "attention: d_key=7 is odd: product=true needs an even number",
         ),
-        ({"attention_pattern": ["softmax"] * 4}, "attention_pattern has 4 items for n_layer=3: use at most one"),
+        (
+            {"attention_pattern": ["softmax"] * 4},
+            "attention_pattern has 4 items for n_layer=3: use at most one",
+        ),
         (
             {"attention_pattern": ["softmax", "log_space"], "position": {"name": "rotary"}},
             "pattern.1: rotary positions do not help log_space: use position log_recurrence, learned or none",

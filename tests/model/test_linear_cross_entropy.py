@@ -22,7 +22,9 @@ OTHERS = [
 ]
 by_kernel = partial(summed_loss, backend="triton")
 on_both = pytest.mark.parametrize(
-    "loss_of", [summed_loss, pytest.param(by_kernel, marks=pytest.mark.gpu)], ids=["torch", "kernel"]
+    "loss_of",
+    [summed_loss, pytest.param(by_kernel, marks=pytest.mark.gpu)],
+    ids=["torch", "kernel"],
 )
 
 
@@ -37,7 +39,10 @@ def inputs(N=20, D=6, V=11, dtype=torch.float64):
 def truth(x, weight, targets, cap=None):
     logits = x @ weight.T
     return cross_entropy(
-        logits if cap is None else cap * (logits / cap).tanh(), targets, ignore_index=-1, reduction="none"
+        logits if cap is None else cap * (logits / cap).tanh(),
+        targets,
+        ignore_index=-1,
+        reduction="none",
     )
 
 
@@ -176,5 +181,9 @@ def test_the_kernel_agrees_with_the_definition(device, dtype):
     [(None, "chunked"), (3.0, "chunked"), pytest.param(3.0, "triton", marks=pytest.mark.slow)],
 )
 def test_the_loss_keeps_the_promises_that_torch_asks_of_an_operator(cap, backend):
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")  # the fourth goes back twice
+    checks = (
+        "test_schema",
+        "test_autograd_registration",
+        "test_faketensor",
+    )  # the fourth goes back twice
     torch.library.opcheck(linear_cross_entropy._summed_loss, (*inputs(), True, cap, backend), test_utils=checks)

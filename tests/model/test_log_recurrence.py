@@ -6,7 +6,6 @@ import agreement
 import pytest
 import torch
 from gradients import INTERPRETED, assert_all_close
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model.ops.log_recurrence import _recur, log_recurrence, naive_log_recurrence
 
@@ -123,13 +122,3 @@ def test_kernels_agree_with_the_definition(device, dtype):
 @pytest.mark.slow
 def test_kernels_keep_the_promises_that_torch_asks_of_an_operator():
     torch.library.opcheck(_recur, (*inputs(1, 1), "triton"))
-
-
-def test_a_batch_of_calls_and_a_fake_one_need_no_values():
-    log_p, h, _ = (x.detach() for x in inputs(5))
-    each = [
-        torch.stack(x) for x in zip(*(log_recurrence(log_p[i : i + 1], h[i : i + 1]) for i in range(2)), strict=True)
-    ]
-    torch.testing.assert_close([*torch.vmap(log_recurrence)(log_p.unsqueeze(1), h.unsqueeze(1))], each)
-    with FakeTensorMode() as mode:
-        assert log_recurrence(mode.from_tensor(log_p), mode.from_tensor(h))[0].shape == h.shape

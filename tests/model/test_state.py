@@ -60,17 +60,6 @@ def test_a_cache_in_pieces_is_the_whole(mode, pieces):
 
 
 @each_pattern
-@pytest.mark.parametrize("n", [1, 23, 100])
-def test_of_a_text_read_at_once_is_kept_what_some_later_token_sees(mode, patterns, n):
-    k, v = kv(n)
-    cache, kept = SparseCache.of(k, v, patterns), needed(patterns, n)
-    assert cache.place.tolist() == [[(1 + kept).tolist()]] * 2
-    assert torch.equal(cache.k, k[:, :, kept])
-    assert torch.equal(cache.v, v[:, :, kept])
-    assert cache.k.untyped_storage().nbytes() <= 8 * 2 * H * D * max(2 * 64, len(kept))  # a short text's buffer
-
-
-@each_pattern
 @pytest.mark.parametrize("pieces", [[1] * 150, [3, 140, 7]])
 def test_of_a_text_in_pieces_all_that_later_tokens_see_is_kept_and_little_else(mode, patterns, pieces):
     k, v = kv(150)
@@ -88,7 +77,11 @@ def test_of_a_text_in_pieces_all_that_later_tokens_see_is_kept_and_little_else(m
     [
         (None, 6, 4 * 1001),  # 64 columns, doubled up to 2,048
         ([window(17)], 1000 // (64 - 16) + 1, 64),  # 64 columns, of which 16 are kept
-        ([fixed(16, 1)], 3 * (1000 // 64) + 1, 2 * (1000 // 16 + 64)),  # a copy every 64, a buffer for it, a larger one
+        (
+            [fixed(16, 1)],
+            3 * (1000 // 64) + 1,
+            2 * (1000 // 16 + 64),
+        ),  # a copy every 64, a buffer for it, a larger one
     ],
     ids=["all", "window", "fixed"],
 )
