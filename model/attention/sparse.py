@@ -21,6 +21,7 @@ from model.ops.sparse_attention.attend import dense_attention, document_attentio
 from model.ops.sparse_attention.patterns import (
     Pattern,
     fixed,
+    is_by_distance,
     pattern_mask,
     strided,
     window,
@@ -143,6 +144,7 @@ class SparseAttention(MultiHeadAttention):
         """Heads take turns with `patterns`."""
         super().__init__(n_embd, n_head, head_dim, n_kv_head)
         self.patterns = [patterns[h % len(patterns)] for h in range(n_head)]
+        self.restarts = all(map(is_by_distance, patterns))
 
     def attend(
         self, inputs: AttentionInputs, state: Any, return_state: bool

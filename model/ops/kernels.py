@@ -5,7 +5,7 @@ or when its proof finds its numbers wrong (runtime/proof.py).
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -35,6 +35,8 @@ def why_not_triton(
         return "needs the package triton, which is not installed: pip install triton"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
+    if device != "cuda":
+        return f"needs an NVIDIA GPU, and the tensors are on {device}"
     gpu = torch.cuda.get_device_properties(index)
     if gpu.major < 8:
         return f"needs a GPU of compute capability 8.0, and {gpu.name} has {gpu.major}.{gpu.minor}"
@@ -57,6 +59,30 @@ def choose_form(
     """
     facts = x.device.type, x.device.index, x.dtype, x.shape[-1]
     return _choose(operator, plain, fast, why_not, *facts)
+
+
+def choose_backend(
+    operator: str,
+    backend: str,
+    backends: Sequence[str],
+    x: Tensor,
+    why_not: WhyNot = why_not_triton,
+) -> str:
+    """Return `backend`, or for "auto" the fastest one on this device: "chunked" or "triton".
+
+    Raises:
+        ValueError: the backend is not one of `backends`, or does not run here.
+    """
+    if backend == "auto":
+        return choose_form(operator, "chunked", "triton", x, why_not)
+    reason = None
+    if backend not in backends:
+        reason = f"does not exist: choose one of auto, {', '.join(backends)}"
+    elif backend == "triton":
+        reason = why_not(x.device.type, x.device.index, x.dtype, x.shape[-1])
+    if reason is not None:
+        raise ValueError(f"backend={backend!r} {reason}; backend='chunked' runs everywhere")
+    return backend
 
 
 def has_kernels(device: str) -> bool:

@@ -18,12 +18,7 @@ from model.ops.sparse_attention.patterns import CAUSAL, longformer, strided, win
 
 # Largest error of an output, relative to its largest value. 16 bits: five roundings. 32 bits: exponentials of sums
 # of up to 500, with three roundings each. 64 bits: twice as many, as the definition rounds too.
-TOLERANCES = {
-    torch.bfloat16: 0.02,
-    torch.float16: 0.02 / 8,
-    torch.float32: 1e-4,
-    torch.float64: 1e-4 * 2**-28,
-}
+TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.02 / 8, torch.float32: 1e-4, torch.float64: 1e-4 * 2**-28}
 
 
 def outputs(operator, leaves):
@@ -98,11 +93,7 @@ def recurrence(device, dtype):
     for B, T, D in ((2, 1, 1), (1, 65, 35), (2, 64, 48)):
         generator = torch.Generator().manual_seed(T)
         log_p, h = torch.rand(B, T, 2 * D, generator=generator).to(device, dtype).chunk(2, dim=-1)
-        leaves = {
-            "log_p": log_p.neg(),
-            "h": h,
-            "state": h[:, 0].to(torch.promote_types(h.dtype, torch.float32)) - 1,
-        }
+        leaves = {"log_p": log_p.neg(), "h": h, "state": h[:, 0].to(torch.promote_types(h.dtype, torch.float32)) - 1}
         leaves["log_p"][:, T // 2] = -torch.inf
         kernels = partial(_recurrence, partial(log_recurrence, backend="triton"))
         compare(f"{T} tokens", kernels, partial(_recurrence, naive_log_recurrence), leaves)

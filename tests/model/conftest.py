@@ -3,9 +3,12 @@
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from common.console import say_once
 from model.ops.sparse_attention import attend
 
 
@@ -26,6 +29,16 @@ def kernel_resources(run_process):
         return rows
 
     return rows_of
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """The properties of a GPU that is not here, which can be changed."""
+    facts = SimpleNamespace(name="NVIDIA Test", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    say_once.cache_clear()
+    return facts
 
 
 @pytest.fixture

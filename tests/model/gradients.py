@@ -11,15 +11,8 @@ INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs have no
 """For kernels in float64, which run in Triton's interpreter alone."""
 
 FORMS = {"log_space": LOG_SPACE, "signed": SIGNED, "linear": LINEAR}
-FAST_SLOW = [
-    "chunked",
-    pytest.param("triton", marks=pytest.mark.slow),
-]  # triton's interpreter takes seconds
-CAUSAL_SLOW = [
-    ("chunked", True),
-    ("chunked", False),
-    pytest.param("triton", True, marks=pytest.mark.slow),
-]
+FAST_SLOW = ["chunked", pytest.param("triton", marks=pytest.mark.slow)]  # triton's interpreter takes seconds
+CAUSAL_SLOW = [("chunked", True), ("chunked", False), pytest.param("triton", True, marks=pytest.mark.slow)]
 """Backend and whether attention is causal."""
 
 

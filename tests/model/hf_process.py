@@ -112,12 +112,7 @@ def main(work):
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     text = "déjà vu\n  日本 🙂 <|endoftext|>"
     ids = tokenizer(["a", text], padding=True)
-    said = {
-        "classes": classes,
-        "text": text,
-        "ids": ids["input_ids"],
-        "mask": ids["attention_mask"],
-    }
+    said = {"classes": classes, "text": text, "ids": ids["input_ids"], "mask": ids["attention_mask"]}
     (work / "said.json").write_text(json.dumps(said | {"decoded": tokenizer.decode(ids["input_ids"][1])}))
     write_gpt2(work / "gpt2", token_ids)
 

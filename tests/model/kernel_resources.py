@@ -2,26 +2,32 @@
 
 python tests/model/kernel_resources.py 90 '{"operator": "log_attention", "dtype": "bfloat16", "d": 32, "d_v": 32,
 "gates": true, "form": "LOG_SPACE", "of_values": "bfloat16"}' prints for each case, here one for compute capability 9.0,
-a line of JSON with its kernels. With "assembled": false, no machine code is made. A process that has compiled for an
-absent GPU cannot run kernels.
+a line of JSON with its kernels. With "only": "grads", only kernels with this in their name are compiled; with
+"assembled": false, without what only machine code shows. A process that has compiled for an absent GPU cannot run
+kernels.
 """
 
 import json
 import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import JITFunction, driver
 
 from model.ops.linear_cross_entropy.triton_cross_entropy import cross_entropy_
-from model.ops.log_attention import log_attention, naive_attention
+from model.ops.log_attention import naive_attention
+from model.ops.log_attention.triton_attention import triton_log_attention
 from model.ops.log_recurrence import triton_recurrence
 
 
@@ -29,23 +35,22 @@ class NotAssembled(Exception):
     """Raised in place of ptxas, which takes as long as Triton, with the kernel's metadata and PTX."""
 
 
-def compiled(launch: Callable[[], None], capability: int, assembled: bool) -> dict[str, Any]:
+def compiled(launch: Callable[[], None], capability: int, only: str = "", assembled: bool = True) -> dict[str, Any]:
     """The kernels that `launch` launches, compiled for a GPU of this compute capability and not run."""
     target = GPUTarget("cuda", capability, 32)
     gpu = SimpleNamespace(
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device: 0,
-        get_current_target=lambda: target,
+        get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: target
     )
     found: dict[str, Any] = {}
     run = JITFunction.run
 
     def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        try:
-            found[kernel.__name__] = run(kernel, *arguments, grid=grid, warmup=True, **options)
-        except NotAssembled as known:
-            metadata, ptx = known.args
-            found[kernel.__name__] = SimpleNamespace(metadata=SimpleNamespace(**metadata), asm={"ptx": ptx})
+        if only in kernel.__name__:
+            try:
+                found[kernel.__name__] = run(kernel, *arguments, grid=grid, warmup=True, **options)
+            except NotAssembled as known:
+                metadata, ptx = known.args
+                found[kernel.__name__] = SimpleNamespace(metadata=SimpleNamespace(**metadata), asm={"ptx": ptx})
 
     def stop(backend: Any, source: Any, metadata: dict[str, Any], *rest: Any) -> None:
         raise NotAssembled(metadata, source)
@@ -66,7 +71,8 @@ def launch_log_attention(dtype: torch.dtype, d: int, d_v: int, gates: bool, form
     q, k, v = (x.detach().requires_grad_() for x in tensors)
     v = v.detach().to(of_values).requires_grad_()
     log_f = torch.zeros(16, 1024, 24, 1).transpose(1, 2).requires_grad_() if gates else None  # the model's are float32
-    y = log_attention(q, k, v, log_f, form=getattr(naive_attention, form), backend="triton")
+    state = naive_attention.empty_state(q, v)
+    y, _ = triton_log_attention(q, k, v, log_f, form=getattr(naive_attention, form), state=state)
     y.sum().backward()
 
 
@@ -91,10 +97,31 @@ LAUNCH: dict[str, Callable[..., None]] = {
 
 
 def resources(binary: Any) -> dict[str, int | str]:
-    """Bytes of shared memory of a program, the version of its PTX, and how often that names wgmma."""
-    ptx = binary.asm["ptx"]
-    version = re.search(r"\.version (\S+)", ptx)[1]
-    return {"shared": binary.metadata.shared, "wgmma": ptx.count("wgmma"), "ptx": version}
+    """Warps, registers of a thread, bytes of its stack (what it spills), and bytes of shared memory of a program.
+
+    The version of its PTX, which is the assembler's, and how often it names wgmma. Of its machine code: instructions,
+    and those that compute 2^x.
+    """
+    metadata, ptx = binary.metadata, binary.asm["ptx"]
+    by_triton = {"warps": metadata.num_warps, "shared": metadata.shared, "wgmma": ptx.count("wgmma")}
+    by_triton["ptx"] = re.search(r"\.version (\S+)", ptx)[1]
+    if "cubin" not in binary.asm:
+        return by_triton
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        text = subprocess.run(
+            [tool, "-res-usage", "-sass", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    used = {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", text)}
+    instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@\S+\s+)?([A-Z][\w.]*)", text)
+    return by_triton | {
+        "registers": used["REG"],
+        "stack": used["STACK"],
+        "instructions": len(instructions),
+        "ex2": sum(name.startswith("MUFU.EX2") for name in instructions),
+    }
 
 
 def main(capability: int, cases: list[str]) -> None:
@@ -102,8 +129,8 @@ def main(capability: int, cases: list[str]) -> None:
         given = json.loads(case)
         launch = LAUNCH[given.pop("operator")]
         given |= {key: getattr(torch, given[key]) for key in ("dtype", "of_values") if key in given}
-        assembled = given.pop("assembled", True)
-        kernels = compiled(partial(launch, **given), capability, assembled)
+        how = {key: given.pop(key) for key in ("only", "assembled") if key in given}
+        kernels = compiled(partial(launch, **given), capability, **how)
         print(json.dumps({name: resources(kernel) for name, kernel in kernels.items()}), flush=True)
 
 

@@ -31,11 +31,7 @@ OWN = {  # settings with which short texts meet what sets a mechanism apart; all
     "log_space": [{}, {"d_key": 4, "d_val": 5}, {"product": True}],
     "log_space_signed": [{}, {"d_key": 4, "d_val": 5}, {"product": True}],
     "projection": [{"values": v, "learned": learned} for v in ("keys", "own") for learned in (False, True)],
-    "sliding_window": [
-        {"window": 1},
-        {"window": 5},
-        {"window": [3, 5, 7, 70], "dilation": [None, 1, 3, None]},
-    ],
+    "sliding_window": [{"window": 1}, {"window": 5}, {"window": [3, 5, 7, 70], "dilation": [None, 1, 3, None]}],
     "longformer": [{"window": 5, "n_global": 3}, {"window": 2, "n_global": 50}],
     "strided": [{"stride": 6, "merge": merge} for merge in (False, True)],
     "fixed": [{"size": 6, "width": 2, "merge": merge} for merge in (False, True)],
@@ -60,10 +56,7 @@ def space_of(cls, factors):
     name = variant_names(cls)[0]
     own = [(name, i) for i in range(len(OWN.get(name, [{}])))]
     if not cls.traits.rotary:
-        allowed = {
-            "rotary": [False],
-            "position": [name for name in factors.get("position", ()) if name != "rotary"],
-        }
+        allowed = {"rotary": [False], "position": [name for name in factors.get("position", ()) if name != "rotary"]}
         factors = {key: allowed.get(key, several) for key, several in factors.items()}
     return {"name": [name], "own": own, **choices_of(cls), **factors}
 
@@ -258,15 +251,7 @@ def test_texts_of_different_lengths_in_a_batch_are_as_each_alone(case, rotary, m
         for row, wanted in enumerate(alone):
             close(y[row], wanted[0, -20:])
         # and rows can be taken out again, also in the middle
-        y, _ = read(
-            module,
-            case,
-            new[[2, 0]],
-            20,
-            rotary,
-            select_rows(state, [2, 0]),
-            (lengths[2], lengths[0]),
-        )
+        y, _ = read(module, case, new[[2, 0]], 20, rotary, select_rows(state, [2, 0]), (lengths[2], lengths[0]))
         close(y[0], alone[2][0, -20:])
         close(y[1], alone[0][0, -20:])
         assert after is not state
@@ -323,11 +308,7 @@ def test_bfloat16_errs_no_more_than_its_inputs_warrant(case, device):
 
 def gpt_config(**changes):
     sizes = {"n_vocab": 11, "n_layer": 3, "n_head": N_HEAD, "n_embd": N_EMBD}
-    parts = {
-        "attention": {"name": "softmax"},
-        "block": {"name": "glu"},
-        "position": {"name": "log_recurrence"},
-    }
+    parts = {"attention": {"name": "softmax"}, "block": {"name": "glu"}, "position": {"name": "log_recurrence"}}
     return decode(GPTConfig, {**sizes, **parts, **changes})
 
 
@@ -416,15 +397,9 @@ def is_carried(case):
 @on_pairs(is_carried, position=["log_recurrence", "rotary", "none"])
 def test_a_text_goes_on_from_the_state_before_its_first_token(case, position):
     """It has its size from the beginning, and means the same as None."""
-    gpt, text = (
-        gpt_of(attention=case, position={"name": position}, block={"name": "mlp", "conv": 4}),
-        ids(70, B=2),
-    )
+    gpt, text = gpt_of(attention=case, position={"name": position}, block={"name": "mlp", "conv": 4}), ids(70, B=2)
     with torch.no_grad():
-        wanted, (first, *layers) = (
-            gpt(text),
-            [x.initial_state(2, gpt.device) for x in (gpt.position, *gpt.blocks)],
-        )
+        wanted, (first, *layers) = gpt(text), [x.initial_state(2, gpt.device) for x in (gpt.position, *gpt.blocks)]
         state = GPTState(first, tuple(layers))
         gpt.config.check_constant_state("carried state", from_empty=True)
         for piece in text.split([20, 1, 49], dim=1):
@@ -449,6 +424,37 @@ def test_a_packed_text_in_pieces_is_the_whole(case, position):
         close(torch.cat(outputs, dim=1), wanted)
 
 
+@on_pairs()
+@torch.no_grad()
+def test_a_module_with_a_state_keeps_documents_apart_or_refuses(case):
+    module, x = build(case), text(20)
+    starts = torch.zeros(2, 20, dtype=torch.bool)
+    starts[:, 12] = True
+    _, state = module(x[:, :5], return_state=True)
+    if module.restarts:
+        y, _ = module(x[:, 5:], Positions(document_starts=starts[:, 5:]), state)
+        close(y[:, :7], module(x[:, :12])[0][:, 5:])
+        close(y[:, 7:], module(x[:, 12:])[0])
+        return
+    assert not is_carried(case)
+    with pytest.raises(ValueError, match="pass each document by itself"):
+        module(x[:, 5:], Positions(document_starts=starts[:, 5:]), state)
+    with pytest.raises(ValueError, match="pass each document by itself"):
+        module(x, Positions(document_starts=starts), return_state=True)
+
+
+@pytest.mark.gpu
+def test_a_model_of_every_mechanism_streams():
+    pattern = [settings_of((variant_names(cls)[0], 0)) for cls in ATTENTION]
+    gpt = gpt_of(attention_pattern=pattern, n_layer=len(pattern) + 2)
+    whole = gpt(ids(40, B=2))
+    state, parts = None, []
+    for piece in ids(40, B=2).split([1, 20, 1, 18], dim=1):
+        logits, state = gpt(piece, state, return_state=True)
+        parts.append(logits)
+    close(torch.cat(parts, dim=1), whole)
+
+
 def test_a_name_in_a_pattern_is_the_models_own_attention_or_the_defaults():
     config = gpt_config(attention={"name": "softmax", "n_kv_head": 2}, attention_pattern=["log_space", "softmax"])
     assert [layer.name for layer in config.layers] == ["log_space", "softmax", "log_space"]
@@ -468,10 +474,7 @@ def test_a_name_in_a_pattern_is_the_models_own_attention_or_the_defaults():
             {"attention": {"name": "log_space", "product": True, "d_key": 7}},
             "attention: d_key=7 is odd: product=true needs an even number",
         ),
-        (
-            {"attention_pattern": ["softmax"] * 4},
-            "attention_pattern has 4 items for n_layer=3: use at most one",
-        ),
+        ({"attention_pattern": ["softmax"] * 4}, "attention_pattern has 4 items for n_layer=3: use at most one"),
         (
             {"attention_pattern": ["softmax", "log_space"], "position": {"name": "rotary"}},
             "pattern.1: rotary positions do not help log_space: use position log_recurrence, learned or none",

@@ -10,7 +10,7 @@ from gradients import assert_all_close, naive, with_gradients
 from test_gpt import ids
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, glu, linear
 
 from cli import compose
 from common.settings import decode
@@ -47,11 +47,7 @@ def of_linear(x, layer):
 def gpt_of(block, attention="log_space", eot_id=None, **changes):
     """A model in which no part is still the identity or 0; the weights do not depend on eot_id."""
     sizes = {"n_vocab": 11, "n_layer": 2, "n_head": 2, "n_embd": 12}
-    parts = {
-        "attention": {"name": attention},
-        "block": {"name": "mlp", **block},
-        "position": {"name": "none"},
-    }
+    parts = {"attention": {"name": attention}, "block": {"name": "mlp", **block}, "position": {"name": "none"}}
     gpt = GPT(decode(GPTConfig, sizes | parts | changes), eot_id).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -65,10 +61,7 @@ def convolved(x: Tensor, weight: Tensor | None) -> Tensor:
     if weight is None:
         return x
     rows = weight.view(-1, x.shape[2]).flip(0)
-    return torch.stack(
-        [sum(row * x[:, t - i] for i, row in enumerate(rows[: t + 1])) for t in range(x.shape[1])],
-        1,
-    )
+    return torch.stack([sum(row * x[:, t - i] for i, row in enumerate(rows[: t + 1])) for t in range(x.shape[1])], 1)
 
 
 def defined(gpt: GPT, token_ids: Tensor, x: Tensor | None = None) -> Tensor:
@@ -172,10 +165,7 @@ def test_convolutions_have_autocasts_type():
     with torch.autocast("cpu", torch.bfloat16):
         y, seen = causal_conv(x, weight)
     assert (y.dtype, seen.dtype) == (torch.bfloat16, torch.bfloat16)
-    wanted, sizes = (
-        convolved(x.double(), weight.double()),
-        convolved(x.double().abs(), weight.double().abs()),
-    )
+    wanted, sizes = convolved(x.double(), weight.double()), convolved(x.double().abs(), weight.double().abs())
     assert ((y - wanted).abs() <= 6 * 2**-9 * sizes).all()  # x and w are rounded, and each of four sums
 
 
@@ -192,9 +182,27 @@ def gated_inputs(dtype=torch.float64):
     return [torch.randn(*s, generator=generator, dtype=dtype).requires_grad_() for s in ((2, 5, 14), (3, 7))]
 
 
+@pytest.mark.gpu
+def test_gated_linear_equals_the_definition_with_gradients():
+    x, weight = gated_inputs()
+    wanted = linear(glu(x), weight)
+    torch.testing.assert_close(gated_linear(x, weight), wanted)
+    g = torch.randn(wanted.shape, dtype=wanted.dtype)
+    got, right = (torch.autograd.grad(y, (x, weight), g) for y in (gated_linear(x, weight), wanted))
+    torch.testing.assert_close(got, right)
+
+
 def test_gated_linear_keeps_only_its_inputs():
     kept = []
     x, weight = gated_inputs()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         gated_linear(x, weight)
     assert [t.data_ptr() for t in kept] == [x.data_ptr(), weight.data_ptr()]
+
+
+def test_gated_linear_has_autocasts_type_in_both_passes():
+    x, weight = gated_inputs(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = gated_linear(x, weight)
+    assert y.dtype == torch.bfloat16
+    assert {g.dtype for g in torch.autograd.grad(y.sum(), (x, weight))} == {torch.float32}

@@ -4,21 +4,18 @@ import re
 
 import pytest
 import torch
+from gradients import naive
 from torch.autograd import forward_ad
 from torch.func import grad, vmap
 from torch.nn.functional import cross_entropy, glu, linear, scaled_dot_product_attention
 
+from model.attention.log_space import LogSpaceConfig
 from model.layers import gated_linear
 from model.ops.causal_conv import causal_conv
 from model.ops.linear_cross_entropy import summed_loss, token_losses
 from model.ops.log_attention import LINEAR, LOG_SPACE, SIGNED, log_attention, naive_log_attention
 from model.ops.log_recurrence import log_recurrence, naive_log_recurrence
-from model.ops.projection_attention import (
-    inner_keys,
-    inner_queries,
-    naive_projection_attention,
-    padded_values,
-)
+from model.ops.projection_attention import inner_keys, inner_queries, naive_projection_attention, padded_values
 from model.ops.sparse_attention.attend import sparse_attention
 from model.ops.sparse_attention.masked_attention import naive_sparse_attention
 from model.ops.sparse_attention.patterns import window
@@ -55,11 +52,7 @@ def projected(q, k, v):
 
 # The operator, its definition, and the shapes of its inputs.
 OPERATORS = {
-    "summed_loss": (
-        lambda *a: summed_loss(*a, TARGETS),
-        lambda *a: all_losses(*a).sum(),
-        [(T, 3), (5, 3)],
-    ),
+    "summed_loss": (lambda *a: summed_loss(*a, TARGETS), lambda *a: all_losses(*a).sum(), [(T, 3), (5, 3)]),
     "token_losses": (lambda *a: token_losses(*a, TARGETS), all_losses, [(T, 3), (5, 3)]),
     "gated_linear": (gated_linear, lambda x, weight: linear(glu(x), weight), [(2, T, 6), (4, 3)]),
     "causal_conv": (
@@ -90,11 +83,7 @@ OPERATORS = {
         lambda *a: naive_sparse_attention(*a, PATTERN),
         HEADS,
     ),
-    "projection_attention": (
-        projected,
-        lambda *a: naive_projection_attention(*a, SIGMA, CAUSAL),
-        HEADS,
-    ),
+    "projection_attention": (projected, lambda *a: naive_projection_attention(*a, SIGMA, CAUSAL), HEADS),
 }
 REFUSALS = {  # the other operators refuse nothing
     "summed_loss": r"summed_loss .* use token_losses\(\.\.\.\)\.sum\(\)",
@@ -154,3 +143,11 @@ def test_derivatives_are_the_definitions_or_refused(name, derivative):
     else:
         assert got is not None, "no derivative, which is zero without a word"
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_a_log_space_layer_names_the_operator_that_has_no_second_derivatives():
+    layer, x = LogSpaceConfig(name="log_space").build(8, 2, 4), torch.randn(1, 5, 8, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"log_attention has no second derivatives \(create_graph=True\)"):
+        torch.autograd.grad(layer(x)[0].sum(), x, create_graph=True)
+    (g,) = torch.autograd.grad(naive(layer, x).sum(), x, create_graph=True)
+    assert torch.autograd.grad(g.square().sum(), x)[0].any()

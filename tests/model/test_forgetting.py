@@ -51,6 +51,20 @@ def test_large_gates_do_not_round_small_ones_away(backend):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=4e-6)
 
 
+@pytest.mark.parametrize(
+    ("log_f", "causal", "message"),
+    [
+        (torch.full((2, 3, 9, 1), 0.5), True, r"log_f has a maximum of 0.5: it must be at most 0"),
+        (torch.zeros(2, 3, 9, 1), False, r"causal attention has S = T, and log_f needs it"),
+    ],
+)
+def test_gates_that_do_not_fit_are_refused_in_one_line(log_f, causal, message):
+    q, k, log_v, _ = inputs(9)
+    with pytest.raises(ValueError, match=message) as error:
+        log_attention(q, k, log_v, log_f.double(), causal=causal)
+    assert "\n" not in str(error.value)
+
+
 def by_flex(q, k, v, log_f, starts):
     return attend._by_flex_attention(*as_autocast(q, k, v), CAUSAL, starts, log_f=log_f)
 

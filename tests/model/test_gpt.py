@@ -79,15 +79,8 @@ def test_a_padded_vocabulary_shows_in_the_number_of_parameters_and_not_in_logits
 
 DRAWN = {
     "published": {},
-    "mlp": {
-        "block": {"name": "mlp", "conv": 4},
-        "attention": {"name": "longformer"},
-        "ngrams": [1, 2],
-    },
-    "learned": {
-        "attention": {"name": "projection", "learned": True},
-        "position": {"name": "learned"},
-    },
+    "mlp": {"block": {"name": "mlp", "conv": 4}, "attention": {"name": "longformer"}, "ngrams": [1, 2]},
+    "learned": {"attention": {"name": "projection", "learned": True}, "position": {"name": "learned"}},
     "gates": {"attention": {"name": "linear", "gate": "silu", "decay": "head"}, "tied": False},
 }
 

@@ -111,8 +111,7 @@ def test_a_state_from_elsewhere_is_not_changed_and_may_return(recorded):
 
 
 @pytest.mark.parametrize(
-    ("attention", "position"),
-    [("softmax", "none"), ("sliding_window", "none"), ("log_space", "learned")],
+    ("attention", "position"), [("softmax", "none"), ("sliding_window", "none"), ("log_space", "learned")]
 )
 def test_other_models_are_called_and_one_line_says_why(monkeypatch, capsys, attention, position):
     gpt = make_gpt({"name": attention}, None, position)

@@ -20,6 +20,8 @@ from common.settings import decode, variant_names
 from data.chat import ChatTokenizer
 from data.tokenizer import BytesConfig, build_tokenizer
 from model.attention import ATTENTION
+from model.attention.log_space import LogSpaceConfig
+from model.attention.softmax import SoftmaxConfig
 from model.config import GPTConfig
 from model.gpt import GPT
 from tools.convert.export_hf import export
@@ -30,19 +32,14 @@ from tools.convert.import_gpt2 import read_gpt2
 from tools.convert.new_run import begin_with
 
 needs_transformers = pytest.mark.skipif(
-    find_spec("transformers") is None,
-    reason="transformers is not installed: pip install -e '.[hf]'",
+    find_spec("transformers") is None, reason="transformers is not installed: pip install -e '.[hf]'"
 )
 BYTES = build_tokenizer(BytesConfig(name="bytes"))
 CHAT = ChatTokenizer(BYTES)
 # Sums of some hundred products of numbers of order 1, in an order that the kernels choose, in float64.
 CLOSE = {"rtol": 0, "atol": 1e-11}
 LENGTHS = (11, 20, 17)
-SIDES = {
-    "left": 1.0,
-    "right": 0.0,
-    "both": 0.5,
-}  # the share of a row's padding that stands before its text
+SIDES = {"left": 1.0, "right": 0.0, "both": 0.5}  # the share of a row's padding that stands before its text
 
 
 def config_of(**changes):
@@ -66,44 +63,24 @@ def configs():
         rotary = {"name": "rotary" if cls.traits.rotary else "none"}
         position = [{"name": "log_recurrence"}, {"name": "learned", "max_len": 64}, rotary][i % 3]
         attention = {"name": name, **OWN.get(name, [{}])[0], **heads}
-        yield (
-            name,
-            config_of(attention=attention, block={"name": ["glu", "mlp"][i % 2]}, position=position),
-        )
+        yield name, config_of(attention=attention, block={"name": ["glu", "mlp"][i % 2]}, position=position)
     yield "gpt2", config_of()
     yield "gpt2_documents", config_of()
     yield "gpt2_wide", config_of(pad_vocab=64, block={"name": "mlp", "expansion": 3}, n_head=3)
     flagship = {"name": "log_space", "decay": "head", "product": True, "gate": "silu"}
-    parts = {
-        "attention": flagship,
-        "block": {"name": "mlp", "conv": 4},
-        "position": {"name": "none"},
-    }
+    parts = {"attention": flagship, "block": {"name": "mlp", "conv": 4}, "position": {"name": "none"}}
     yield "flagship", config_of(**parts, ngrams=[1, 3])
     attention = {"name": "log_space", "decay": "head", "gate": "sigmoid"}
     block = {"name": "mlp", "conv": 4, "activation": "swiglu"}
     rest = {"ngrams": [1, 2], "tied": False, "position": {"name": "none"}}
     yield "all_parts", config_of(attention=attention, block=block, **rest)
     forgets = {"name": "softmax", "decay": "head"}
-    yield (
-        "forgets",
-        config_of(attention=forgets, block={"name": "mlp"}, position={"name": "rotary"}),
-    )
+    yield "forgets", config_of(attention=forgets, block={"name": "mlp"}, position={"name": "rotary"})
     pattern = ["log_space", {"name": "sliding_window", "window": 5}]
-    changes = {
-        "attention": {"name": "log_space"},
-        "attention_pattern": pattern,
-        "position": {"name": "none"},
-    }
+    changes = {"attention": {"name": "log_space"}, "attention_pattern": pattern, "position": {"name": "none"}}
     attention = {"name": "softmax", "qk_norm": True}
     block = {"name": "mlp", "activation": "relu2"}
-    rest = {
-        "norm": "rms",
-        "bias": False,
-        "tied": False,
-        "logit_cap": 5.0,
-        "position": {"name": "rotary"},
-    }
+    rest = {"norm": "rms", "bias": False, "tied": False, "logit_cap": 5.0, "position": {"name": "rotary"}}
     yield "modern", config_of(attention=attention, block=block, **rest)
     yield "pattern", config_of(n_layer=3, pad_vocab=64, **changes)
 
@@ -160,11 +137,7 @@ def make_results(work):
         save_file(padded(token_ids, share), work / "prompts" / f"{side}.safetensors")
     for name in CONFIGS:
         export(run_of(gpt_of(name), work / "runs" / name), work / "exports" / name / "model")
-    env = os.environ | {
-        "HF_HOME": str(work / "home"),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+    env = os.environ | {"HF_HOME": str(work / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     env.pop("PYTHONPATH", None)
     script = Path(__file__).with_name("hf_process.py")
     line = [sys.executable, "-P", str(script), str(work)]
@@ -241,10 +214,7 @@ def test_an_export_is_finetuned_as_any_model_of_transformers(work, name):
     ("given", "message"),
     [
         ({"output_hidden_states": True}, "output_hidden_states=True: this model returns logits"),
-        (
-            {"input_ids": None, "inputs_embeds": torch.zeros(1, 2, 8)},
-            "tune it by LoRA, not by prompts",
-        ),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(1, 2, 8)}, "tune it by LoRA, not by prompts"),
     ],
 )
 @pytest.mark.slow
@@ -311,11 +281,7 @@ def test_transformers_weights_give_transformers_logits_here(work, gpt2, dtype):
     token_ids = load_file(work / "input.safetensors")["token_ids"]
     wanted = load_file(gpt2 / "logits.safetensors")["logits"]
     weights = load_file(gpt2 / "model.safetensors")
-    save_file(
-        {name: value.to(dtype) for name, value in weights.items()},
-        gpt2 / "model.safetensors",
-        {"format": "pt"},
-    )
+    save_file({name: value.to(dtype) for name, value in weights.items()}, gpt2 / "model.safetensors", {"format": "pt"})
     try:
         gpt, tokenizer = read_gpt2(gpt2)
     finally:
@@ -351,12 +317,19 @@ def test_files_of_old_versions_give_the_same_weights(gpt2, tmp_path):
         ({"attention": {"name": "softmax", "n_kv_head": 2}}, False),
         ({"attention_pattern": ["softmax", "log_space"]}, False),
         ({"head_dim": 5}, False),
+        ({"head_dim": 6, "n_head": 5}, False),
         ({"head_dim": 6}, True),
         ({"block": {"name": "mlp", "conv": 4}}, False),
         ({"position": {"name": "rotary"}}, False),
         ({"block": {"name": "mlp", "activation": "swiglu"}}, False),
+        ({"attention": {"name": "softmax", "decay": "head"}}, False),
         ({"attention": {"name": "softmax", "gate": "silu"}}, False),
+        ({"attention": {"name": "softmax", "qk_norm": True}}, False),
         ({"norm": "rms"}, False),
+        ({"bias": False}, False),
+        ({"tied": False}, False),
+        ({"logit_cap": 30.0}, False),
+        ({"ngrams": [1]}, False),
     ],
 )
 def test_a_gpt2_is_known_by_its_settings(changes, is_one):
@@ -366,13 +339,7 @@ def test_a_gpt2_is_known_by_its_settings(changes, is_one):
 def test_an_exports_code_imports_nothing_that_is_missing_beside_transformers():
     """Files import each other, or packages that come with transformers; triton only if it is installed."""
     files = modeling_files(ATTENTION)
-    needed = {
-        "torch",
-        "transformers",
-        "pydantic",
-        "pydantic_core",
-        "yaml",
-    }  # transformers needs yaml, too
+    needed = {"torch", "transformers", "pydantic", "pydantic_core", "yaml"}  # transformers needs yaml, too
     for name, text in files.items():
         for node in ast.walk(ast.parse(text, name)):
             if isinstance(node, ast.ImportFrom) and node.level:
@@ -384,5 +351,14 @@ def test_an_exports_code_imports_nothing_that_is_missing_beside_transformers():
                 assert top in needed or top in sys.stdlib_module_names or top == "triton", f"{name} imports {top}"
         outside = [node for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)]
         assert not any(ast.unparse(node).split()[1].startswith("triton") for node in outside), name
-    for module in ("log_attention_triton_attention", "log_recurrence_triton_recurrence"):
+    triton = "log_attention_triton_attention", "log_recurrence_triton_recurrence"
+    for module in (*triton, "linear_cross_entropy_triton_cross_entropy"):
         assert f"model_ops_{module}.py" in files, "only GPUs import it"
+
+
+def test_an_export_holds_only_its_own_mechanisms():
+    files = modeling_files([LogSpaceConfig, SoftmaxConfig, SoftmaxConfig])
+    assert {name for name in files if name.startswith("model_attention_")} == {
+        f"model_attention_{name}.py" for name in ("base", "cache", "log_space", "softmax")
+    }
+    assert "model_ops_log_attention.py" in files

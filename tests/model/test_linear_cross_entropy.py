@@ -10,6 +10,7 @@ import agreement
 import pytest
 import torch
 from gradients import INTERPRETED, assert_all_close
+from made_on import suspended
 from test_log_attention import allocations
 from torch.nn.functional import cross_entropy
 
@@ -22,9 +23,7 @@ OTHERS = [
 ]
 by_kernel = partial(summed_loss, backend="triton")
 on_both = pytest.mark.parametrize(
-    "loss_of",
-    [summed_loss, pytest.param(by_kernel, marks=pytest.mark.gpu)],
-    ids=["torch", "kernel"],
+    "loss_of", [summed_loss, pytest.param(by_kernel, marks=pytest.mark.gpu)], ids=["torch", "kernel"]
 )
 
 
@@ -39,10 +38,7 @@ def inputs(N=20, D=6, V=11, dtype=torch.float64):
 def truth(x, weight, targets, cap=None):
     logits = x @ weight.T
     return cross_entropy(
-        logits if cap is None else cap * (logits / cap).tanh(),
-        targets,
-        ignore_index=-1,
-        reduction="none",
+        logits if cap is None else cap * (logits / cap).tanh(), targets, ignore_index=-1, reduction="none"
     )
 
 
@@ -171,9 +167,30 @@ def test_the_loss_holds_no_more_than_some_logits(at_once):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("restored_torch")
+def test_every_element_of_a_result_is_written():
+    torch.use_deterministic_algorithms(True)  # empty memory is now filled with NaN
+    x, weight, targets = inputs(dtype=torch.float32)
+    loss = by_kernel(x, weight, targets)
+    assert all(y.isfinite().all() for y in (loss, *torch.autograd.grad(loss, (x, weight))))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *OTHERS], ids=str)
 def test_the_kernel_agrees_with_the_definition(device, dtype):
     agreement.loss(device, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_the_kernel_compiles_without_a_graph_break():
+    x, weight, targets = inputs(dtype=torch.float32)
+    compiled = torch.compile(by_kernel, fullgraph=True, backend="aot_eager")
+    with suspended():
+        results = [f(x, weight, targets, 2.0) for f in (by_kernel, compiled)]
+        gradients = [torch.autograd.grad(loss, (x, weight)) for loss in results]
+    assert torch.equal(*results)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -181,9 +198,5 @@ def test_the_kernel_agrees_with_the_definition(device, dtype):
     [(None, "chunked"), (3.0, "chunked"), pytest.param(3.0, "triton", marks=pytest.mark.slow)],
 )
 def test_the_loss_keeps_the_promises_that_torch_asks_of_an_operator(cap, backend):
-    checks = (
-        "test_schema",
-        "test_autograd_registration",
-        "test_faketensor",
-    )  # the fourth goes back twice
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")  # the fourth goes back twice
     torch.library.opcheck(linear_cross_entropy._summed_loss, (*inputs(), True, cap, backend), test_utils=checks)

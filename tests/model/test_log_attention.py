@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from agreement import compare
-from gradients import CAUSAL_SLOW, FORMS, assert_all_close
+from gradients import CAUSAL_SLOW, FAST_SLOW, FORMS, assert_all_close
 from safetensors.torch import load_file
 from torch.profiler import ProfilerActivity, profile
 
@@ -32,13 +32,7 @@ def golden():
 def inputs(T, S=None, d_k=5, d_v=7, B=2, H=3, gates=False, dtype=torch.float64):
     """q, k, v, the state of earlier tokens, and gates if wanted, by name."""
     generator = torch.Generator().manual_seed(T)
-    shapes = {
-        "q": (T, d_k),
-        "k": (S or T, d_k),
-        "log_v": (S or T, d_v),
-        "state": (d_k, d_v + 1),
-        "log_f": (T, 1),
-    }
+    shapes = {"q": (T, d_k), "k": (S or T, d_k), "log_v": (S or T, d_v), "state": (d_k, d_v + 1), "log_f": (T, 1)}
     x = {name: torch.randn(B, H, *s, generator=generator, dtype=torch.float64).to(dtype) for name, s in shapes.items()}
     x["state"].exp_()
     x["log_f"] = torch.nn.functional.logsigmoid(x["log_f"] + 1)
@@ -127,12 +121,7 @@ def test_chunks_equal_the_definition_with_state_and_all_gradients(form, T, S, ki
     monkeypatch.setattr(chunked_attention, "STEP", 64 * 3 * 5)  # many steps
     options = {"form": FORMS[form], "causal": kind != "full"}
     leaves = inputs(T, S, gates=kind == "gates")
-    compare(
-        kind,
-        by(log_attention, backend="chunked", **options),
-        by(naive_log_attention, **options),
-        leaves,
-    )
+    compare(kind, by(log_attention, backend="chunked", **options), by(naive_log_attention, **options), leaves)
 
 
 LAYOUTS = {
@@ -176,6 +165,13 @@ def test_token_by_token_equals_the_whole_and_states_join(form, gates):
     torch.testing.assert_close(decay * M_1 + M_2, after, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.gpu
+def test_triton_returns_what_the_next_projection_takes_as_it_is():
+    x = inputs(3, dtype=torch.float32)
+    log_y = log_attention(x["q"], x["k"], x["log_v"], backend="triton")
+    assert log_y.transpose(1, 2).is_contiguous()  # (B, T, H, d_v)
+
+
 def allocations(run):
     """(largest, peak) of the bytes that torch allocates on the CPU while it runs."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -201,6 +197,14 @@ def test_nothing_of_size_T_T_or_T_dk_dv_is_built_forward_or_backward(backend, ca
     assert large <= 4.1 * small
     naive, _ = allocations(forward_and_backward("naive", 1, 1024, d, causal))
     assert naive >= 1024 * 1024 * bytes_of_a_number  # the measure sees what it is meant to see
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("backend", FAST_SLOW)
+def test_peak_memory_is_at_most_8_times_the_inputs(backend, form):
+    H, T, d = 2, 512, 32
+    _, peak = allocations(forward_and_backward(backend, H, T, d, causal=True, form=FORMS[form]))
+    assert peak <= 8 * 3 * H * T * d * 4
 
 
 @pytest.mark.parametrize(

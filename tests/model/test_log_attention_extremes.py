@@ -96,11 +96,7 @@ def masked(x, share, seed=3):
 q, k, v = normal()
 CASES = {
     "ties of all features": [torch.zeros_like(q), k, v],
-    "a feature far above all": [
-        q.index_add(3, torch.tensor([3]), torch.full((1, 2, 200, 1), 1e4)),
-        k,
-        v,
-    ],
+    "a feature far above all": [q.index_add(3, torch.tensor([3]), torch.full((1, 2, 200, 1), 1e4)), k, v],
     "masked features of keys": [q, masked(k, 0.3), v],
     "masked features, gates, resets": [q, masked(k, 0.3), v, gates(resets=(100, 101, 150))],
     "resets everywhere": [q, k, v, gates(resets=range(200))],

@@ -170,10 +170,7 @@ def test_what_does_not_fit_is_refused(change, message):
 @pytest.mark.slow
 def test_a_compiled_step_is_the_step():
     """As one graph under autocast: gradients of all parameters, convolutions, a recurrence, documents kept apart."""
-    gpt, ids = (
-        gpt_of(position={"name": "log_recurrence"}, eot_id=EOT, n_layer=1).float(),
-        ids_of(40),
-    )
+    gpt, ids = gpt_of(position={"name": "log_recurrence"}, eot_id=EOT, n_layer=1).float(), ids_of(40)
     ids[0, [7, 8, 30]] = EOT
 
     def outcome(summed_loss):

@@ -6,15 +6,11 @@ import math
 import pytest
 import torch
 from gradients import assert_all_close, naive, with_gradients
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from model.attention.projection import ProjectionConfig
-from model.ops.projection_attention import (
-    inner_keys,
-    inner_queries,
-    naive_projection_attention,
-    padded_values,
-)
+from model.ops.projection_attention import inner_keys, inner_queries, naive_projection_attention, padded_values
 
 # Exponents of size up to 30, to some ten roundings of 1.1e-16 each, move weights by 1e-13 of themselves at most, and
 # gradients, sums over at most 100 tokens of either sign, by some ten times that.
@@ -50,12 +46,7 @@ def attend(q, k, v, sigma):
 
 @pytest.mark.parametrize("T", [1, 2, 31])
 def test_the_naive_form_is_the_definition(T):
-    q, k, v, sigma = (
-        randn(2, 3, T, 5),
-        randn(2, 3, T, 5, seed=1),
-        randn(2, 3, T, 5, seed=2),
-        torch.tensor([0.5, 1, 3]),
-    )
+    q, k, v, sigma = randn(2, 3, T, 5), randn(2, 3, T, 5, seed=1), randn(2, 3, T, 5, seed=2), torch.tensor([0.5, 1, 3])
     y = naive_projection_attention(q, k, v, sigma.double(), causal(T))
     for b, h, i in itertools.product(range(2), range(3), range(T)):
         weights = [
@@ -73,6 +64,20 @@ def test_a_narrow_and_a_wide_sigma_give_the_definitions_numbers(sigma):
     tolerance = TOLERANCE * max(1, sigma**-4)
     got, wanted = attention(x)[0], naive(attention, x)
     assert_all_close(with_gradients(got, leaves), with_gradients(wanted, leaves), tolerance)
+
+
+def test_the_default_sigma_gives_inner_products_the_scale_of_softmax_attention():
+    assert build(head_dim=64).sigma.pow(-2).tolist() == pytest.approx([64**-0.5] * 4, rel=1e-6)
+
+
+@pytest.mark.parametrize(("values", "n_kv_head", "head_dim"), [("own", None, 6), ("keys", 2, 64)])
+def test_the_fused_kernel_takes_it(values, n_kv_head, head_dim):
+    """It runs when the form with T x T weights is forbidden."""
+    attention = build(torch.float32, head_dim=head_dim, values=values, n_kv_head=n_kv_head)
+    x = tokens(50, torch.float32)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+        attention(x)[0].sum().backward()
+    assert x.grad.isfinite().all()
 
 
 U = 2.0**-8  # bfloat16 rounds by this much of a number at most

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from test_gpt import ids, tiny
+from torch.nn.functional import dropout
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.settings import variant_names
@@ -56,6 +57,25 @@ def test_the_state_carries_gradients(attention, how):
     for gpt in (build(kind, choice=choice, ngrams=[1, 2]) for kind in ("none", how)):
         _, state = gpt(ids(9)[:, :4], return_state=True)
         results.append(gradients(gpt, gpt(ids(9)[:, 4:], state)[..., 0].sum()))
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_documents_stay_apart(how):
+    results = [gradients(gpt, gpt.loss(ids(9), ids(9))) for gpt in (build("none", 3), build(how, 3))]
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_random_numbers_are_drawn_again_as_before(how):
+    results = []
+    for kind in ("none", how):
+        gpt = build("none")
+        for block in gpt.blocks:
+            block.attention.register_forward_hook(lambda _, __, out: (dropout(out[0], 0.5), out[1]))
+        gpt.recompute = kind
+        torch.manual_seed(1)
+        results.append([*gradients(gpt, gpt.loss(ids(9), ids(9))), torch.rand(1)])  # and the next ones are the same
     assert_same_bits(*results)
 
 

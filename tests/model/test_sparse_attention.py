@@ -1,6 +1,7 @@
 """Sparse attention: the operator against loops over the definitions, the modules against theirs, streaming, bounds."""
 
 import functools
+from types import SimpleNamespace
 
 import agreement
 import pytest
@@ -8,6 +9,7 @@ import torch
 from gradients import assert_all_close
 from made_on import suspended
 
+from common.console import say_once
 from common.settings import decode
 from model.attention.longformer import LongformerConfig
 from model.attention.sparse import SlidingWindowConfig, StridedConfig
@@ -16,7 +18,7 @@ from model.gpt import GPT
 from model.ops.sparse_attention import attend
 from model.ops.sparse_attention.attend import sparse_attention
 from model.ops.sparse_attention.masked_attention import naive_sparse_attention
-from model.ops.sparse_attention.patterns import CAUSAL, fixed, longformer, strided, window
+from model.ops.sparse_attention.patterns import CAUSAL, fixed, is_causal, longformer, pattern_mask, strided, window
 
 # The definitions, one query and one key at a time.
 PATTERNS = {
@@ -27,12 +29,7 @@ PATTERNS = {
     "wide blocks": ([window(290)], lambda h, i, j: 0 <= i - j < 290),
     "heads": (
         [window(3), window(9, 1), window(3), window(70)],
-        lambda h, i, j: [
-            0 <= i - j < 3,
-            0 <= i - j < 18 and (i - j) % 2 == 0,
-            0 <= i - j < 3,
-            0 <= i - j < 70,
-        ][h],
+        lambda h, i, j: [0 <= i - j < 3, 0 <= i - j < 18 and (i - j) % 2 == 0, 0 <= i - j < 3, 0 <= i - j < 70][h],
     ),
     "global": ([longformer(5, 3)], lambda h, i, j: j <= i and (i - j < 5 or j < 3)),
     "global beyond T": ([longformer(5, 300)], lambda h, i, j: j <= i),
@@ -82,6 +79,43 @@ def test_sparse_attention_equals_the_definition_and_its_gradients(name):
         assert_all_close(*(torch.autograd.grad(y, qkv, g) for y in (found, wanted)), tolerance=1e-11)
 
 
+@pytest.mark.parametrize("name", PATTERNS)
+def test_the_mask_is_the_definition(name):
+    patterns, t = PATTERNS[name][0], torch.arange(40)
+    assert torch.equal(pattern_mask(patterns, t, t), seen(name, len(patterns), 40))
+
+
+@pytest.mark.parametrize("name", ["dilated", "global", "fixed, merged"])
+def test_bfloat16_and_autocast_round_like_their_number_format(name):
+    """v, the weights and the result are rounded once each, and so are the results of up to two parts: 4 x 2^-9 of |v|.
+    The scores' inputs are rounded before, equally for both. The mean |v| of the visible keys bounds the error; the
+    maximum is used."""
+    patterns = PATTERNS[name][0]
+    q, k, v, _ = inputs(100, dtype=torch.bfloat16)
+    wanted = definition(*(x.double() for x in (q, k, v)), name)
+    found = sparse_attention(q, k, v, patterns)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=4 * 2**-9 * v.abs().max().item())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(sparse_attention(q.float(), k.float(), v.float(), patterns), found)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "T", "causal"),
+    [
+        (window(10), 10, True),
+        (window(10), 11, False),
+        (strided(1), 50, True),
+        (longformer(50, 1), 4, False),
+        (fixed(9, 3), 9, True),
+        (fixed(9, 3), 10, False),
+        (fixed(9, 3, "A2"), 9, False),
+    ],
+)
+def test_patterns_that_are_plainly_causal_are_known(pattern, T, causal):
+    assert is_causal(pattern, T) == causal
+
+
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", PATTERNS)
@@ -120,10 +154,7 @@ def test_flex_attention_keeps_documents_apart(pattern, T, eager_flex):
     torchs = eager_flex.create_block_mask(ours.mask_mod, 3, None, T, T, device="cpu")
     assert torch.equal(ours.full_kv_num_blocks, torchs.full_kv_num_blocks)
     assert bool((ours.to_dense() >= torchs.to_dense()).all())
-    if pattern in (
-        CAUSAL,
-        window(40),
-    ):  # those with gaps may have blocks whose visible pairs are of two documents
+    if pattern in (CAUSAL, window(40)):  # those with gaps may have blocks whose visible pairs are of two documents
         assert torch.equal(ours.to_dense(), torchs.to_dense())
 
 
@@ -132,6 +163,32 @@ def test_flex_attention_keeps_documents_apart(pattern, T, eager_flex):
 def test_compiled_flex_attention_agrees_with_the_definition(device, forgets):
     with suspended():
         agreement.flex(device, torch.bfloat16, 64, forgets=forgets)
+
+
+@pytest.mark.gpu
+def test_huge_scores_stay_finite():
+    """Scores of about 10^6, where rounding is far below 1, so that recomputed weights are at most e."""
+    q, k, v, g = inputs(100, dtype=torch.float32)
+    y = sparse_attention(q * 1e3, k * 1e3, v, [strided(6)])
+    y.backward(g)
+    assert all(x.isfinite().all() for x in (y, q.grad, k.grad, v.grad))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "wanted", "said"),
+    [
+        ("cpu", torch.float64, 6, "masks", ""),
+        ("cuda", torch.bfloat16, 64, "flex", ""),
+        ("cuda", torch.float32, 8, "masks", "sparse attention uses masks, which is slower: flex needs 16 features"),
+        ("cuda", torch.float64, 64, "masks", ""),
+        ("mps", torch.float32, 64, "masks", ""),
+    ],
+)
+def test_what_skips_nothing_is_said(device, dtype, head_dim, wanted, said, monkeypatch, capsys):
+    say_once.cache_clear()
+    assert attend._form(SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 1, 8, head_dim))) == wanted
+    out = capsys.readouterr().out
+    assert said in out if wanted == "masks" else "slower" not in out
 
 
 CONFIGS = {
@@ -175,11 +232,7 @@ def test_flops_count_global_projections_for_global_tokens_alone():
             4,
             "window lists 2 for n_head=4: give one for each",
         ),
-        (
-            SlidingWindowConfig(name="sliding_window", dilation=[1] * 5),
-            4,
-            "dilation lists 5 for n_head=4",
-        ),
+        (SlidingWindowConfig(name="sliding_window", dilation=[1] * 5), 4, "dilation lists 5 for n_head=4"),
         (StridedConfig(name="strided"), 1, "n_head=1 leaves no head for A2: set merge=true"),
     ],
 )

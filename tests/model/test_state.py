@@ -9,6 +9,7 @@ from torch import Tensor
 
 from model.attention.cache import KVCache, SparseCache
 from model.ops.sparse_attention.patterns import fixed, longformer, pattern_mask, strided, window
+from model.position import Rotation, rotate
 from model.state_trees import cat_states, select_rows
 
 H, D, E = 2, 3, 4
@@ -60,6 +61,17 @@ def test_a_cache_in_pieces_is_the_whole(mode, pieces):
 
 
 @each_pattern
+@pytest.mark.parametrize("n", [1, 23, 100])
+def test_of_a_text_read_at_once_is_kept_what_some_later_token_sees(mode, patterns, n):
+    k, v = kv(n)
+    cache, kept = SparseCache.of(k, v, patterns), needed(patterns, n)
+    assert cache.place.tolist() == [[(1 + kept).tolist()]] * 2
+    assert torch.equal(cache.k, k[:, :, kept])
+    assert torch.equal(cache.v, v[:, :, kept])
+    assert cache.k.untyped_storage().nbytes() <= 8 * 2 * H * D * max(2 * 64, len(kept))  # a short text's buffer
+
+
+@each_pattern
 @pytest.mark.parametrize("pieces", [[1] * 150, [3, 140, 7]])
 def test_of_a_text_in_pieces_all_that_later_tokens_see_is_kept_and_little_else(mode, patterns, pieces):
     k, v = kv(150)
@@ -77,11 +89,7 @@ def test_of_a_text_in_pieces_all_that_later_tokens_see_is_kept_and_little_else(m
     [
         (None, 6, 4 * 1001),  # 64 columns, doubled up to 2,048
         ([window(17)], 1000 // (64 - 16) + 1, 64),  # 64 columns, of which 16 are kept
-        (
-            [fixed(16, 1)],
-            3 * (1000 // 64) + 1,
-            2 * (1000 // 16 + 64),
-        ),  # a copy every 64, a buffer for it, a larger one
+        ([fixed(16, 1)], 3 * (1000 // 64) + 1, 2 * (1000 // 16 + 64)),  # a copy every 64, a buffer for it, a larger one
     ],
     ids=["all", "window", "fixed"],
 )
@@ -128,6 +136,10 @@ def test_columns_are_where_they_say_in_rows_of_any_length(mode, patterns, T):
         assert len(set(where[row, there].tolist())) == there.sum()
 
 
+def test_one_token_after_rows_of_the_same_length_needs_no_mask(mode):
+    assert KVCache.of(*kv(5)).append(*kv(1))[3] is None
+
+
 class Sums(NamedTuple):
     S: Tensor
     seen: tuple[int, ...]
@@ -147,3 +159,11 @@ def test_states_are_put_together_and_taken_apart():
     swapped, _ = select_rows((both, nothing), [2, 0, 0])
     assert swapped.seen == (6, 4, 4)
     assert torch.equal(swapped.inner.v, both.inner.v[[2, 0, 0]])
+
+
+def test_a_rotation_turns_rows_at_positions_of_their_own():
+    angle = torch.rand(2, 5, 2, dtype=torch.float64)
+    x = torch.rand(2, 3, 5, 4, dtype=torch.float64)
+    together = rotate(x, Rotation(angle.cos(), angle.sin()))
+    for row in range(2):
+        assert torch.equal(together[row], rotate(x[row : row + 1], Rotation(angle[row].cos(), angle[row].sin()))[0])

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from model.gpt import GPT
 from model.ops import custom
 from model.ops.linear_cross_entropy import _summed_loss
-from model.ops.log_attention.chunked_attention import _attend
+from model.ops.log_attention.chunked_attention import _attend, _attend_backward
 from model.ops.log_attention.triton_attention import _attend as _attend_triton
 from model.ops.log_recurrence import _recur, _recur_backward
 
@@ -45,27 +45,29 @@ def test_kernels_keep_the_promises_that_torch_asks_of_them():
     torch.library.opcheck(_attend_triton, (q, k, log_v, None, state.detach(), False, False))
 
 
-@pytest.mark.parametrize("backend", ["chunked", pytest.param("triton", marks=pytest.mark.gpu)])
-def test_fakes_have_the_strides_and_types_of_results(backend):
-    """Compiled code relies on this. Log attention allocates fakes and results by one function."""
-    T = 3
-    log_p = torch.zeros(2, T, 4)
-    h = torch.zeros(2, 4, T).mT
-    s = torch.zeros(2, T, 4, dtype=torch.float64)
-    start = s[:, 0].clone()
-    targets = torch.zeros(7, dtype=torch.int64)
+@pytest.mark.parametrize(
+    ("backend", "T"), [*(("chunked", T) for T in (1, 64, 70)), pytest.param("triton", 3, marks=pytest.mark.gpu)]
+)
+def test_fakes_have_the_strides_and_types_of_results(backend, T):
+    """Compiled code relies on this, and opcheck does not check it."""
+    log_p, h, s = torch.zeros(2, T, 4), torch.zeros(2, 4, T).mT, torch.zeros(2, T, 4, dtype=torch.float64)
+    start, targets = s[:, 0].clone(), torch.zeros(7, dtype=torch.int64)
     calls = [
         (_recur, (log_p, h, start, backend)),
         (_recur_backward, (s, log_p, h, start, s, backend)),
         (_summed_loss, (torch.randn(7, 3), torch.randn(4, 3), targets, True, None, backend)),
     ]
+    if backend == "chunked":
+        x, M = torch.randn(2, T, 3, 15), torch.randn(2, 3, 5, 6)
+        q, k, log_v = (part.transpose(1, 2) for part in x.split(5, dim=-1))
+        arguments = (q, k, log_v, None, M, True, True)
+        *_, before = _attend(*arguments)
+        calls += [(_attend, arguments), (_attend_backward, (log_v, M, q, k, log_v, None, before, True, True))]
     for operator, arguments in calls:
         with FakeTensorMode() as mode:
             fakes = operator(*tree_map_only(torch.Tensor, mode.from_tensor, arguments))
         for fake, real in zip(tree_leaves(fakes), tree_leaves(operator(*arguments)), strict=True):
-            assert fake.shape == real.shape
-            assert fake.stride() == real.stride()
-            assert fake.dtype == real.dtype
+            assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 
 
 @pytest.mark.slow

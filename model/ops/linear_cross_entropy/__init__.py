@@ -19,7 +19,7 @@ from model.ops.custom import (
     refuse_second_order,
     refuse_transforms,
 )
-from model.ops.kernels import choose_form
+from model.ops.kernels import choose_backend
 
 # The operator, and the form that has all derivatives.
 _NAMES = "summed_loss", "token_losses(...).sum()"
@@ -66,11 +66,13 @@ def summed_loss(
 
     Args:
         backend: "chunked", "triton" (a kernel), or "auto": "triton" on GPUs that support it.
+
+    Raises:
+        ValueError: the backend does not exist or does not run here.
     """
     refuse_transforms(*_NAMES, x, weight)
     (x,) = as_autocast(x)
-    if backend == "auto":
-        backend = choose_form("the loss", "chunked", "triton", x)
+    backend = choose_backend("the loss", backend, [*_FORMS], x)
     needs_gradients = x.requires_grad or weight.requires_grad
     with_grad = torch.is_grad_enabled() and needs_gradients
     return _summed_loss(x, weight, targets, with_grad, cap, backend)[0]

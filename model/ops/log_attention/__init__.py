@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from model.ops.custom import accumulation_dtype, assume_constant_result
-from model.ops.kernels import choose_form, why_not_triton
+from model.ops.gates import check_gates
+from model.ops.kernels import choose_backend, why_not_triton
 from model.ops.log_attention.chunked_attention import chunked_log_attention, log_attention_step
 from model.ops.log_attention.naive_attention import (
     LINEAR,
@@ -95,9 +96,12 @@ def log_attention(
         because it sees only masked and forgotten keys.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not fit, a gate is above 0 (checked on CPUs), or the backend does not
+            exist or does not run here.
     """
     _check_shapes(q, k, log_v, log_f, state, causal)
+    if log_f is not None and not torch.compiler.is_compiling():
+        check_gates("log_f", log_f)
     state = empty_state(q, log_v) if state is None else state.to(accumulation_dtype(q))
     if causal:
         log_y, after = _attend_causally(q, k, log_v, log_f, form, state, backend)
@@ -125,8 +129,7 @@ def _attend_causally(
 ) -> tuple[Tensor, Tensor]:
     if backend == "auto" and q.shape[2] == 1 and not torch.is_grad_enabled():
         return log_attention_step(q, k, log_v, log_f, form=form, state=state)
-    if backend == "auto":
-        backend = choose_form("log attention", "chunked", "triton", q, _why_not_triton)
+    backend = choose_backend("log attention", backend, [*BACKENDS], q, _why_not_triton)
     log_y, after = BACKENDS[backend](q, k, log_v, log_f, form=form, state=state)
     return log_y, after
 
