@@ -93,11 +93,13 @@ class MLPBlock(Block):
         settings = config.block
         n_embd = config.n_embd
         assert isinstance(settings, MLPConfig)
+        # swiglu has two matrices up. With two thirds of the features, parameters are as many.
         n_hidden = settings.expansion * n_embd
         n_matrices = 1
         if settings.activation == "swiglu":
             n_hidden = ceil_div(n_hidden, 12) * 8
             n_matrices = 2
+        # The layers, in the order of a forward pass.
         self.norm_attention = config.new_norm()
         self.attention = attention
         self.proj = Linear(attention.n_out, n_embd)
@@ -105,12 +107,13 @@ class MLPBlock(Block):
         self.up = FusedLinear(n_embd, [n_hidden] * n_matrices)
         self.down = Linear(n_hidden, n_embd)
         self.activation = _ACTIVATIONS[settings.activation]
+        # Convolutions before attention and MLP, of one weight for each feature and token.
         self.conv_attention: nn.Parameter | None = None
         self.conv_mlp: nn.Parameter | None = None
         if settings.conv:
             self.conv_attention = nn.Parameter(torch.empty(settings.conv * n_embd))
             self.conv_mlp = nn.Parameter(torch.empty(settings.conv * n_embd))
-
+        # Standard deviations of initial weights.
         std = (3 * n_embd) ** -0.5
         for module in self.modules():
             if isinstance(module, Linear):

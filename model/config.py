@@ -118,19 +118,23 @@ class GPTConfig(Settings):
                 f"attention_pattern has {n_items} items for n_layer={self.n_layer}: "
                 "use at most one for each layer"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _layers_fit(self) -> "GPTConfig":
+        is_rotary = self.position.name == "rotary"
         for key, layer in self._layers_by_key().items():
             mismatch = layer.mismatch(self.n_head, self.head_features)
-            if self.position.name == "rotary":
-                if not layer.traits.rotary:
-                    mismatch = (
-                        f"rotary positions do not help {layer.name}: "
-                        "use position log_recurrence, learned or none"
-                    )
-                elif self.head_features % 2:
-                    mismatch = (
-                        "rotary positions turn pairs of features: "
-                        f"use an even number, not {self.head_features}"
-                    )
+            if is_rotary and not layer.traits.rotary:
+                mismatch = (
+                    f"rotary positions do not help {layer.name}: "
+                    "use position log_recurrence, learned or none"
+                )
+            elif is_rotary and self.head_features % 2:
+                mismatch = (
+                    "rotary positions turn pairs of features: "
+                    f"use an even number, not {self.head_features}"
+                )
             if mismatch is not None:
                 raise ValueError(f"{key}: {mismatch}")
         return self

@@ -47,6 +47,7 @@ class GPT(nn.Module):
         self.recompute: Recompute = "none"
         """What a backward pass computes again instead of keeping it: of blocks, and of reading the
         n-grams' memory."""
+        # Lay out all modules without memory. Their order is that of weights in checkpoints.
         device = torch.get_default_device()
         with torch.device("meta"):
             self.embed = Embedding(config.n_vocab_padded, config.n_embd)
@@ -60,10 +61,12 @@ class GPT(nn.Module):
             self.norm = config.new_norm()
             if not config.tied:
                 self.output = Linear(config.n_embd, config.n_vocab_padded, bias=False)
+            # Remove biases, where the configuration has none.
             if not config.bias:
                 for module in self.modules():
                     if isinstance(module, nn.Linear | nn.LayerNorm):
                         module.register_parameter("bias", None)
+        # Allocate and draw the weights, unless the caller wants none yet.
         if device.type != "meta":
             self.to_empty(device=device)
             self.init_weights()
@@ -180,12 +183,14 @@ class GPT(nn.Module):
         Rows are computed together if documents start nowhere, or only at the first token of all.
         Otherwise each document of each row is computed by itself.
         """
+        # The usual cases: all rows are computed together.
         starts = starts.cpu()
         if not starts.any():
             return self._features(token_ids, None, state, True)
         no_earlier_tokens = state is None or bool(starts[:, 0].all())
         if no_earlier_tokens and not starts[:, 1:].any():
             return self._features(token_ids, None, None, True)
+        # Else row by row, and document by document.
         outputs = []
         states = []
         for b, row in enumerate(token_ids.split(1)):

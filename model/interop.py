@@ -33,6 +33,7 @@ def load_published(path: str | Path) -> GPT:
     Raises:
         UserError: the file cannot be read, or its tensors do not match its architecture.
     """
+    # Read the architecture and all tensors of the model.
     try:
         with safe_open(path, framework="pt") as file:
             sizes = json.loads((file.metadata() or {}).get("config", "{}"))
@@ -46,6 +47,7 @@ def load_published(path: str | Path) -> GPT:
             f"{path} does not describe an architecture: the config in its metadata lacks "
             f"{', '.join(missing)}"
         )
+    # Lay out the model, and let it take these tensors as its weights.
     with torch.device("meta"):
         gpt = GPT(published_config(**{size: sizes[size] for size in _SIZES}))
     try:

@@ -31,7 +31,7 @@ class Rotation(NamedTuple):
     cos: Tensor
     """(T, head_dim / 2), or (B or 1, T, head_dim / 2); float32 or float64."""
     sin: Tensor
-    """The same."""
+    """As cos."""
 
 
 class Positions(NamedTuple):

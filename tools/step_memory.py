@@ -130,9 +130,9 @@ def _loss_bytes(V: int, D: int, n_tokens: int, compute: Compute) -> int:
     wide = compute.param_dtype.itemsize
     narrow = compute.dtype.itemsize
     weight_copy = V * D * narrow if narrow < wide else 0
-    most_logits = linear_cross_entropy.CHUNK[compute.device.type] // narrow
+    most_logits = linear_cross_entropy.LOGITS[compute.device.type] // narrow
     logits = V * min(n_tokens, max(1, most_logits // V))
-    most_in_float32 = most_logits // linear_cross_entropy.ROW_CHUNKS[compute.device.type]
+    most_in_float32 = most_logits // linear_cross_entropy.N_ROW_STEPS[compute.device.type]
     in_float32 = 3 * min(logits, most_in_float32) * wide
     # The weight, and its gradient, in the type of products.
     return logits * narrow + weight_copy + max(weight_copy, in_float32)

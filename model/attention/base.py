@@ -124,6 +124,9 @@ class Attention(nn.Module):
     fixed. Mechanisms with more projections override `mix`. All mechanisms have the same options.
     """
 
+    restarts = False
+    """Whether `attend` takes document_starts together with a state."""
+
     def __init__(
         self, n_embd: int, n_head: int, n_out: int, sizes: Sequence[int], n_repeat: int = 1
     ) -> None:
@@ -167,7 +170,15 @@ class Attention(nn.Module):
 
         `state` is what an earlier call returned for the tokens before these. A state is a value:
         the call does not change it, and model/state_trees.py batches the rows of several states.
+
+        Raises:
+            ValueError: documents start, there is a state, or one is wanted, and not `restarts`.
         """
+        has_state = return_state or state is not None
+        if has_state and positions.document_starts is not None and not self.restarts:
+            raise ValueError(
+                "document_starts cannot be used with a state: pass each document by itself"
+            )
         y, state = self.mix(x, positions, state, return_state)
         y = y.transpose(1, 2).flatten(2)
         if self.gate is not None:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from model.attention.base import AttentionInputs
 from model.ops.sparse_attention.attend import dense_attention, document_attention
 from model.ops.sparse_attention.patterns import CAUSAL, Pattern, needed_keys, reach_of
 from model.position import last_positions
@@ -39,8 +40,8 @@ class KVCache(NamedTuple):
     @classmethod
     def of(cls, k: Tensor, v: Tensor) -> "KVCache":
         """Return the cache after the first tokens: keys (B, H, T, D) and values (B, H, T, E)."""
-        k_all, v_all, buffer = _extend(k[:, :, :0], v[:, :, :0], None, k, v)
-        return cls(k_all, v_all, (k.shape[2],) * len(k), buffer)
+        empty = cls(k[:, :, :0], v[:, :, :0], (0,) * len(k))
+        return empty.append(k, v)[0]
 
     def append(self, k: Tensor, v: Tensor) -> tuple["KVCache", Tensor, Tensor, Tensor | None]:
         """Add T tokens with keys (B, H, T, D) and values (B, H, T, E).
@@ -67,23 +68,20 @@ class KVCache(NamedTuple):
 
 
 def attend_to_all(
+    inputs: AttentionInputs,
     cache: KVCache | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     return_state: bool,
-    starts: Tensor | None,
     scale: float | None = None,
 ) -> tuple[Tensor, KVCache | None]:
     """Softmax attention from T tokens to themselves and to the earlier tokens in `cache`.
 
-    Args:
-        v: (B, H, T, E); with E = 0 the keys are the values too.
-        starts: Positions.document_starts, without a cache.
+    Values without features stand for the keys. There is no cache if documents start.
 
     Returns:
         The result, and the cache after the T tokens, if it is wanted or if there was one.
     """
+    q, k, v, _, positions = inputs
+    starts = positions.document_starts
     after = None
     mask = None
     if cache is not None:
@@ -171,6 +169,7 @@ class SparseCache(NamedTuple):
 
     def _pruned(self, patterns: Sequence[Pattern]) -> "SparseCache":
         """Drop columns that no later token can attend to; a view if the last columns remain."""
+        # Windows: the last columns remain, as a view.
         S = self.k.shape[2]
         reach = reach_of(patterns)
         if reach is not None:
@@ -181,6 +180,7 @@ class SparseCache(NamedTuple):
                 k = k.clone()
                 v = v.clone()
             return SparseCache(k, v, self.place[:, :, last], self.lengths, self.buffer)
+        # Others: copy the columns that some row needs.
         place = self.place.squeeze(1)  # (B, S)
         n_seen = torch.tensor(self.lengths, device=place.device).unsqueeze(1)
         is_needed = (place > 0) & needed_keys(patterns, place - 1, n_seen)

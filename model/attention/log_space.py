@@ -57,6 +57,7 @@ class FeatureAttention(Attention):
     """Causal attention by positive features. The state is a sum over the tokens so far."""
 
     form: Form
+    restarts = True
     state_features: int
     """Rows of a head's state."""
     d_val: int

@@ -68,13 +68,11 @@ class ProjectionAttention(MultiHeadAttention):
     def attend(
         self, inputs: AttentionInputs, state: Any, return_state: bool
     ) -> tuple[Tensor, KVCache | None]:
-        q, k, v, _, positions = inputs
-        q = inner_queries(q, self.sigma)  # (B, H, T, D')
-        k = inner_keys(k)  # (B, H_kv, T, D')
-        v = padded_values(v) if self.has_values else k[..., :0]  # keys are cached once
-        starts = positions.document_starts
-        y, after = attend_to_all(state, q, k, v, return_state, starts, scale=1.0)
-        return self._rotate_back(y[..., : self.head_dim], positions.rotation), after
+        q = inner_queries(inputs.q, self.sigma)  # (B, H, T, D')
+        k = inner_keys(inputs.k)  # (B, H_kv, T, D')
+        v = padded_values(inputs.v) if self.has_values else k[..., :0]  # keys are cached once
+        y, after = attend_to_all(inputs._replace(q=q, k=k, v=v), state, return_state, scale=1.0)
+        return self._rotate_back(y[..., : self.head_dim], inputs.positions.rotation), after
 
     def naive_attend(self, inputs: AttentionInputs) -> Tensor:
         q, k, v, _, positions = inputs

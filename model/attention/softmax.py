@@ -39,30 +39,24 @@ class SoftmaxAttention(MultiHeadAttention):
         super().__init__(n_embd, n_head, head_dim, settings.n_kv_head)
 
     def attend(self, inputs: AttentionInputs, state: Any, return_state: bool) -> tuple[Tensor, Any]:
-        q, k, v, log_f, positions = inputs
-        starts = positions.document_starts
-        if log_f is not None:
-            return self._attend_and_forget(q, k, v, log_f, starts, state, return_state)
-        if state is None and starts is None:
+        if inputs.log_f is not None:
+            return self._attend_and_forget(inputs, state, return_state)
+        if state is None and inputs.positions.document_starts is None:
+            q = inputs.q
             _say_kernel(q.device.type, q.dtype, self.n_head, self.n_kv_head, self.head_dim)
-        return attend_to_all(state, q, k, v, return_state, starts)
+        return attend_to_all(inputs, state, return_state)
 
     def _attend_and_forget(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_f: Tensor,
-        starts: Tensor | None,
-        state: Any,
-        return_state: bool,
+        self, inputs: AttentionInputs, state: Any, return_state: bool
     ) -> tuple[Tensor, Any]:
         """Add a_t - a_j to the scores, a being the sum of log_f over the text so far.
 
         State: the cache, and a after the last token.
         """
+        q, k, v, log_f, positions = inputs
+        assert log_f is not None
         if state is None and not return_state:
-            y = forgetting_attention(q, k, v, log_f, starts)
+            y = forgetting_attention(q, k, v, log_f, positions.document_starts)
             if y is not None:
                 return y, None
         wide = accumulation_dtype(q)  # rounded scores would leave nothing of the gates' gradients
@@ -72,9 +66,8 @@ class SoftmaxAttention(MultiHeadAttention):
             k = repeated(k.to(wide), self.n_head)  # each query head has its own a
             v = repeated(v.to(wide), self.n_head)
             q_wide, k = self._with_gates(q.to(wide), k, a)
-            v = aligned(v, self.head_dim + 4)
-            scale = self.head_dim**-0.5
-            y, cache = attend_to_all(cache, q_wide, k, v, return_state, starts, scale)
+            inputs = inputs._replace(q=q_wide, k=k, v=aligned(v, self.head_dim + 4))
+            y, cache = attend_to_all(inputs, cache, return_state, self.head_dim**-0.5)
         return y[..., : self.head_dim].to(q.dtype), (cache, a[:, :, -1:])
 
     def _with_gates(self, q: Tensor, k: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from model.ops.sparse_attention.attend import dense_attention, document_attentio
 from model.ops.sparse_attention.patterns import (
     Pattern,
     fixed,
+    is_by_distance,
     pattern_mask,
     strided,
     window,
@@ -143,6 +144,7 @@ class SparseAttention(MultiHeadAttention):
         """Heads take turns with `patterns`."""
         super().__init__(n_embd, n_head, head_dim, n_kv_head)
         self.patterns = [patterns[h % len(patterns)] for h in range(n_head)]
+        self.restarts = all(map(is_by_distance, patterns))
 
     def attend(
         self, inputs: AttentionInputs, state: Any, return_state: bool
@@ -152,7 +154,7 @@ class SparseAttention(MultiHeadAttention):
         if starts is not None and return_state and state is None:
             state = self.initial_state(len(q), q.device)
         if state is not None:
-            return self._continue(q, k, v, state, starts)
+            return self._continue(inputs, state)
         if starts is not None:
             return document_attention(q, k, v, self.patterns, starts), None
         y = sparse_attention(q, k, v, self.patterns)
@@ -164,11 +166,11 @@ class SparseAttention(MultiHeadAttention):
         return SparseCache.empty(B, self.n_kv_head, self.head_dim, self.patterns, dtype, device)
 
     @disable  # it counts tokens, which would be compiled again for each count
-    def _continue(
-        self, q: Tensor, k: Tensor, v: Tensor, state: SparseCache, starts: Tensor | None
-    ) -> tuple[Tensor, SparseCache]:
+    def _continue(self, inputs: AttentionInputs, state: SparseCache) -> tuple[Tensor, SparseCache]:
         """Attend from T more tokens to these and the cached ones."""
-        after, k, v, j = state.append(k, v, self.patterns)
+        q = inputs.q
+        starts = inputs.positions.document_starts
+        after, k, v, j = state.append(inputs.k, inputs.v, self.patterns)
         i = last_positions(after.lengths, q.shape[2], q.device)  # (B or 1, T)
         mask = pattern_mask(self.patterns, i, j) & (j >= 0)[:, None, None]  # (B, 1 or H, T, S)
         if starts is not None:

@@ -42,16 +42,19 @@ def causal_conv(
     if weight is None:
         return x, None
     (x,) = as_autocast(x)  # what follows is a product, for which x would be rounded anyway
+    # Put the W - 1 earlier inputs in front, and keep the last ones for the next call.
     weight = weight.view(-1, x.shape[2]).to(x.dtype)
     W = len(weight)
     T = x.shape[1]
     before = x.new_zeros(len(x), W - 1, x.shape[2]) if inputs is None else inputs.to(x.dtype)
     padded = torch.cat([before, x], dim=1)  # (B, W - 1 + T, D)
     after = padded[:, T:].clone()  # a view would keep all inputs in memory
+    # Number the documents, whose tokens do not read those of others.
     document = None
     if starts is not None:
         document = pad(starts.cumsum(1), (W - 1, 0)).unsqueeze(-1)  # (B, W - 1 + T, 1)
         after = after.masked_fill(document[:, T:] != document[:, -1:], 0)
+    # Each token's own input, then those before it.
     y = padded[:, W - 1 :] * weight[W - 1]
     # Rows one by one, not by unbind, whose gradient is a stack of sums over tokens: torch 2.10 to
     # 2.13 compiles that wrongly for GPUs, to memory that nothing has written (PyTorch issue

@@ -81,14 +81,6 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def in_chunks(x: Tensor, C: int, fill: float) -> Tensor:
-    """(..., T, D) -> (..., N, C, D), N = ceil(T / C): a view, unless a chunk must be padded."""
-    missing = -x.shape[-2] % C
-    if missing:
-        x = pad(x, (0, 0, 0, missing), value=fill)
-    return x.unflatten(-2, (-1, C))
-
-
 def refuse_transforms(operator: str, instead: str, *tensors: Tensor | None) -> None:
     """Raise if a tensor has a forward-mode tangent or is differentiated by torch.func.
 

@@ -36,10 +36,7 @@ def why_not_triton(
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
     if device != "cuda":
-        return (
-            "needs an NVIDIA GPU (or TRITON_INTERPRET=1, for tests), "
-            f"and the tensors are on {device}"
-        )
+        return f"needs an NVIDIA GPU, and the tensors are on {device}"
     gpu = torch.cuda.get_device_properties(index)
     if gpu.major < 8:
         return f"needs a GPU of compute capability 8.0, and {gpu.name} has {gpu.major}.{gpu.minor}"
@@ -49,46 +46,52 @@ def why_not_triton(
 
 
 def choose_form(
-    operator: str,
-    backend: str,
-    forms: Sequence[str],
-    x: Tensor,
-    why_not: WhyNot = why_not_triton,
+    operator: str, plain: str, fast: str, x: Tensor, why_not: WhyNot = why_not_triton
 ) -> str:
-    """Return the form to run: `backend` itself, or for "auto" the fastest one on this device.
+    """Return the form to run on this device.
 
     Args:
         operator: its name in messages.
-        forms: all that exist. The last one has kernels for GPUs, and the one before it takes
-            anything.
+        plain: the form that takes anything.
+        fast: the form that has kernels for GPUs.
         x: the operator's first input.
         why_not: for the kernels.
+    """
+    facts = x.device.type, x.device.index, x.dtype, x.shape[-1]
+    return _choose(operator, plain, fast, why_not, *facts)
+
+
+def choose_backend(
+    operator: str,
+    backend: str,
+    backends: Sequence[str],
+    x: Tensor,
+    why_not: WhyNot = why_not_triton,
+) -> str:
+    """Return `backend`, or for "auto" the fastest one on this device: "chunked" or "triton".
 
     Raises:
-        ValueError: the backend does not exist, or not on this device.
+        ValueError: the backend is not one of `backends`, or does not run here.
     """
-    *_, plain, fast = forms
-    facts = x.device.type, x.device.index, x.dtype, x.shape[-1]
     if backend == "auto":
-        return _fastest(operator, plain, fast, why_not, *facts)
-    if backend not in forms:
-        choices = ", ".join(forms)
-        raise ValueError(f"backend={backend!r} does not exist: choose one of auto, {choices}")
-    reason = why_not(*facts) if backend == fast else None
+        return choose_form(operator, "chunked", "triton", x, why_not)
+    reason = None
+    if backend not in backends:
+        reason = f"does not exist: choose one of auto, {', '.join(backends)}"
+    elif backend == "triton":
+        reason = why_not(x.device.type, x.device.index, x.dtype, x.shape[-1])
     if reason is not None:
-        raise ValueError(
-            f"backend={backend!r} {reason}; use backend={plain!r}, which runs everywhere"
-        )
+        raise ValueError(f"backend={backend!r} {reason}; backend='chunked' runs everywhere")
     return backend
 
 
 def has_kernels(device: str) -> bool:
-    """Whether "auto" may choose kernels on this type of device."""
+    """Whether kernels may be chosen on this type of device."""
     return device == "cuda"
 
 
 @assume_constant_result
-def _fastest(
+def _choose(
     operator: str,
     plain: str,
     fast: str,
@@ -98,7 +101,7 @@ def _fastest(
     dtype: torch.dtype,
     size: int,
 ) -> str:
-    """Choose the form of an operator. On a GPU, say the choice once."""
+    """Choose a form. On a GPU, say the choice once."""
     if not enabled or not has_kernels(device) or dtype == torch.float64:
         return plain
     reason = why_not(device, index, dtype, size)

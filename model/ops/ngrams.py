@@ -58,6 +58,7 @@ def ngram_followers(
     Returns:
         Token ids (B, lengths, T), with -1 where there was no such string, and the state.
     """
+    # Number the documents, so that strings of one are not found in another.
     recent, table = state
     T = token_ids.shape[1]
     spare = table.shape[2] - 1
@@ -67,7 +68,7 @@ def ngram_followers(
         documents = pad(starts.cumsum(1), (recent.shape[1], 0))
     document = documents[:, None, -1 - T :]
     last_document = documents[:, None, -1:]
-    # (B, lengths, 1 + T): of the strings that end at recent's last token, and at each new one.
+    # Hash the strings that end at recent's last token and at each new one: (B, lengths, 1 + T).
     slots, hashes = _hashes(ids, documents, lengths, spare)
     is_string = slots < spare
     # The hash of a string, and the token after it.
@@ -79,7 +80,7 @@ def ngram_followers(
     stored = table.gather(2, slots).masked_fill(document > 0, _NONE)
     latest = entries.gather(2, previous.clamp(min=0)).where(previous >= 0, stored)
     is_same_string = is_string & (latest >> _ID_BITS == hashes)
-    followers = followers_in(latest).where(is_same_string, _NONE)[..., 1:]
+    followers = (latest & (2**_ID_BITS - 1)).where(is_same_string, _NONE)[..., 1:]
 
     # Write the last string of each slot. The string that ends at T has no follower yet.
     is_last = (following < 0) | (following == T)
@@ -88,13 +89,9 @@ def ngram_followers(
         table = table.masked_fill(last_document > 0, _NONE)
     written_slots = slots[..., :T].where(is_written, spare)
     table = table.scatter(2, written_slots, entries.where(is_written, _NONE))
+    # Keep the last tokens, for strings that go on in the next call.
     recent = ids[:, T:].where(documents[:, T:] == documents[:, -1:], _NONE)
     return followers, NGramState(recent, table)
-
-
-def followers_in(table: Tensor) -> Tensor:
-    """The token after each string of a table; -1: there is no string."""
-    return torch.where(table >= 0, table & (2**_ID_BITS - 1), _NONE)
 
 
 def _neighbours(keys: Tensor) -> tuple[Tensor, Tensor]:

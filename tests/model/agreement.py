@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from model.ops.linear_cross_entropy import summed_loss, token_losses
-from model.ops.log_attention import BACKENDS, LOG_SPACE
+from model.ops.log_attention import LOG_SPACE, log_attention
 from model.ops.log_recurrence import log_recurrence, naive_log_recurrence
 from model.ops.sparse_attention import attend
 from model.ops.sparse_attention.masked_attention import naive_sparse_attention
@@ -49,7 +49,7 @@ def compare(case, operator, definition, leaves):
         assert torch.equal(found[name], again[name]), f"{name} has other bits in a second run ({case})"
 
 
-def log_attention(device, dtypes, sizes, lengths=(130, 144), form=LOG_SPACE):
+def compare_log_attention(device, dtypes, sizes, lengths=(130, 144), form=LOG_SPACE):
     """With and without a state, near 0 and far from it.
 
     Args:
@@ -84,9 +84,8 @@ def _log_attention_leaves(device, dtypes, sizes, T, has_state, deviation):
 
 def _log_attention(backend, /, form=LOG_SPACE, **inputs):
     """The state after the tokens is wanted if one is given."""
-    if "state" not in inputs:
-        return {"y": BACKENDS[backend](**inputs, form=form)}
-    return dict(zip(("y", "the state"), BACKENDS[backend](**inputs, form=form, return_state=True), strict=True))
+    y, state = log_attention(**inputs, form=form, return_state=True, backend=backend)
+    return {"y": y, "the state": state} if "state" in inputs else {"y": y}
 
 
 def recurrence(device, dtype):

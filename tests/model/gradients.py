@@ -5,6 +5,7 @@ import torch
 
 from model.attention.longformer import LongformerAttention
 from model.ops.log_attention import LINEAR, LOG_SPACE, SIGNED
+from model.position import Positions
 
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs have no kernels for float64")
 """For kernels in float64, which run in Triton's interpreter alone."""
@@ -18,13 +19,16 @@ CAUSAL_SLOW = [("chunked", True), ("chunked", False), pytest.param("triton", Tru
 def naive(module, x, rotation=None):
     """The result of an attention module for a text from its beginning, from the equation in the source."""
 
+    log_f = None if module.decay is None else module.decay(x)
+
     def attend(features):
-        return module.naive_attend(*module.project(features, rotation), module.forgetting(x).log_f)
+        return module.naive_attend(module.project(features, log_f, Positions(rotation)))
 
     y = attend(module.qkv(x))
     if isinstance(module, LongformerAttention):  # global tokens have projections of their own
-        y = torch.cat([attend(module.qkv_global(x))[:, :, : module.n_global], y[:, :, module.n_global :]], dim=2)
-    y = module.join(y, rotation)
+        first = attend(module.qkv_global(x))[:, :, : module.n_global]
+        y = torch.cat([first, y[:, :, module.n_global :]], dim=2)
+    y = y.transpose(1, 2).flatten(2)
     return y if module.gate is None else y * module.gate_function(module.gate(x))
 
 

@@ -71,7 +71,9 @@ def launch_log_attention(dtype: torch.dtype, d: int, d_v: int, gates: bool, form
     q, k, v = (x.detach().requires_grad_() for x in tensors)
     v = v.detach().to(of_values).requires_grad_()
     log_f = torch.zeros(16, 1024, 24, 1).transpose(1, 2).requires_grad_() if gates else None  # the model's are float32
-    triton_log_attention(q, k, v, log_f, form=getattr(naive_attention, form)).sum().backward()
+    state = naive_attention.empty_state(q, v)
+    y, _ = triton_log_attention(q, k, v, log_f, form=getattr(naive_attention, form), state=state)
+    y.sum().backward()
 
 
 def launch_loss(dtype: torch.dtype, cap: float | None = None) -> None:

@@ -15,6 +15,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
+from model.ops.log_attention.naive_attention import LOG_SPACE, empty_state
 from model.ops.log_attention.triton_attention import triton_log_attention
 from model.ops.log_recurrence import triton_recurrence
 
@@ -35,7 +36,7 @@ def read_prompts(n_texts: int, n_tokens: int) -> None:
     """A forward pass of both operators, as models call them: over parts of a projection."""
     parts = torch.empty(n_texts, n_tokens, 14, 3 * 64, dtype=torch.bfloat16).transpose(1, 2).split(64, dim=-1)
     log_f = torch.empty(n_texts, n_tokens, 14, 1).transpose(1, 2)
-    triton_log_attention(*parts, log_f)
+    triton_log_attention(*parts, log_f, form=LOG_SPACE, state=empty_state(parts[0], parts[2]))
     log_p, h = torch.empty(n_texts, n_tokens, 2 * 768, dtype=torch.bfloat16).chunk(2, dim=-1)
     triton_recurrence.forward(log_p, h, torch.empty(n_texts, 768))
 

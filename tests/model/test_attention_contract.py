@@ -424,6 +424,25 @@ def test_a_packed_text_in_pieces_is_the_whole(case, position):
         close(torch.cat(outputs, dim=1), wanted)
 
 
+@on_pairs()
+@torch.no_grad()
+def test_a_module_with_a_state_keeps_documents_apart_or_refuses(case):
+    module, x = build(case), text(20)
+    starts = torch.zeros(2, 20, dtype=torch.bool)
+    starts[:, 12] = True
+    _, state = module(x[:, :5], return_state=True)
+    if module.restarts:
+        y, _ = module(x[:, 5:], Positions(document_starts=starts[:, 5:]), state)
+        close(y[:, :7], module(x[:, :12])[0][:, 5:])
+        close(y[:, 7:], module(x[:, 12:])[0])
+        return
+    assert not is_carried(case)
+    with pytest.raises(ValueError, match="pass each document by itself"):
+        module(x[:, 5:], Positions(document_starts=starts[:, 5:]), state)
+    with pytest.raises(ValueError, match="pass each document by itself"):
+        module(x, Positions(document_starts=starts), return_state=True)
+
+
 @pytest.mark.gpu
 def test_a_model_of_every_mechanism_streams():
     pattern = [settings_of((variant_names(cls)[0], 0)) for cls in ATTENTION]

@@ -54,9 +54,8 @@ def test_large_gates_do_not_round_small_ones_away(backend):
 @pytest.mark.parametrize(
     ("log_f", "causal", "message"),
     [
-        (torch.zeros(2, 3, 9, 5), True, r"log_f \(2, 3, 9, 5\) must be \(2, 3, 9, 1\), one gate for a head's token"),
-        (torch.full((2, 3, 9, 1), 0.5), True, r"log_f has a maximum of 0.5: gates must be between -inf and 0"),
-        (torch.zeros(2, 3, 9, 1), False, r"log_f needs causal=True"),
+        (torch.full((2, 3, 9, 1), 0.5), True, r"log_f has a maximum of 0.5: it must be at most 0"),
+        (torch.zeros(2, 3, 9, 1), False, r"causal attention has S = T, and log_f needs it"),
     ],
 )
 def test_gates_that_do_not_fit_are_refused_in_one_line(log_f, causal, message):
@@ -79,10 +78,10 @@ def test_flex_attention_forgets_as_the_definition_does(eager_flex, monkeypatch, 
     module = SoftmaxConfig(name="softmax", decay="head", n_kv_head=2).build(32, 4, 8).double()
     starts = torch.rand(2, T) < 0.05
     x, g = torch.randn(2, 2, T, 32, dtype=torch.float64)
-    (found, _), gates = module(x, Positions(document_starts=starts)), module.forgetting(x).log_f
+    found, _ = module(x, Positions(document_starts=starts))
     mask = document_pattern_mask([CAUSAL], starts)
-    q_k_v = module.project(module.qkv(x), None)
-    wanted = module.join(masked_attention(*q_k_v, mask, gates), None)
+    q, k, v, log_f, _ = module.project(module.qkv(x), module.decay(x))
+    wanted = masked_attention(q, k, v, mask, log_f).transpose(1, 2).flatten(2)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     parameters = list(module.parameters())
     for a, b in zip(*(torch.autograd.grad(y, parameters, g) for y in (found, wanted)), strict=True):

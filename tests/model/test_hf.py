@@ -351,7 +351,8 @@ def test_an_exports_code_imports_nothing_that_is_missing_beside_transformers():
                 assert top in needed or top in sys.stdlib_module_names or top == "triton", f"{name} imports {top}"
         outside = [node for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)]
         assert not any(ast.unparse(node).split()[1].startswith("triton") for node in outside), name
-    for module in ("log_attention_triton", "log_recurrence_triton", "linear_cross_entropy_triton"):
+    triton = "log_attention_triton_attention", "log_recurrence_triton_recurrence"
+    for module in (*triton, "linear_cross_entropy_triton_cross_entropy"):
         assert f"model_ops_{module}.py" in files, "only GPUs import it"
 
 

@@ -45,7 +45,7 @@ def truth(x, weight, targets, cap=None):
 @pytest.fixture
 def at_once(monkeypatch, device):
     """Sets how many float64 logits are computed at a time."""
-    return lambda logits: monkeypatch.setitem(linear_cross_entropy.CHUNK, device.type, 8 * logits)
+    return lambda logits: monkeypatch.setitem(linear_cross_entropy.LOGITS, device.type, 8 * logits)
 
 
 @pytest.mark.gpu

@@ -163,9 +163,9 @@ def test_kernels_keep_the_promises_that_torch_asks_of_an_operator(quick_scan):
 
 
 def test_shapes_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"must both be \(B, T, D\)"):
+    with pytest.raises(ValueError, match=r"must be \(B, T, D\), \(B, T, D\)"):
         log_recurrence(torch.zeros(1, 2, 3), torch.zeros(1, 2, 4))
-    with pytest.raises(ValueError, match=r"must be \(B, D\)"):
+    with pytest.raises(ValueError, match=r"of the state, \(B, D\)"):
         log_recurrence(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), torch.zeros(1, 4))
 
 

@@ -174,17 +174,6 @@ def test_huge_scores_stay_finite():
     assert all(x.isfinite().all() for x in (y, q.grad, k.grad, v.grad))
 
 
-def test_shapes_that_do_not_fit_are_refused():
-    q, k, v, _ = inputs(5, H=4, G=4)
-    for arguments in [
-        (q, k[:, :3], v[:, :3], [window(2)]),
-        (q, k, v[:, :, :4], [window(2)]),
-        (q, k, v, [window(2)] * 3),
-    ]:
-        with pytest.raises(ValueError, match="patterns: need"):
-            sparse_attention(*arguments)
-
-
 @pytest.mark.parametrize(
     ("device", "dtype", "head_dim", "wanted", "said"),
     [
@@ -248,5 +237,4 @@ def test_flops_count_global_projections_for_global_tokens_alone():
     ],
 )
 def test_what_does_not_go_together_is_refused(config, n_head, message):
-    with pytest.raises(ValueError, match=message):
-        config.check(n_head, 2)
+    assert config.mismatch(n_head, 2).startswith(message)

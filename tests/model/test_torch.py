@@ -62,7 +62,7 @@ def test_fakes_have_the_strides_and_types_of_results(backend, T):
         q, k, log_v = (part.transpose(1, 2) for part in x.split(5, dim=-1))
         arguments = (q, k, log_v, None, M, True, True)
         *_, before = _attend(*arguments)
-        calls += [(_attend, arguments), (_attend_backward, (log_v, M, [q, k, log_v, None], before, True, True))]
+        calls += [(_attend, arguments), (_attend_backward, (log_v, M, q, k, log_v, None, before, True, True))]
     for operator, arguments in calls:
         with FakeTensorMode() as mode:
             fakes = operator(*tree_map_only(torch.Tensor, mode.from_tensor, arguments))

@@ -128,7 +128,7 @@ def allocated_peak(gpt, dtype, accumulated=True):
 )
 @pytest.mark.slow
 def test_the_peak_is_what_torch_allocates(attention, block, changes, dtype, accumulated, monkeypatch):
-    monkeypatch.setitem(linear_cross_entropy.CHUNK, "cpu", 2**25)
+    monkeypatch.setitem(linear_cross_entropy.LOGITS, "cpu", 2**25)
     # Some MB for an operator at work, which count in small models only.
     monkeypatch.setattr(chunked_attention, "STEP", 2**16)
     config = config_of(attention, block, **changes)

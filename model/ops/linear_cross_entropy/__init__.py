@@ -19,13 +19,13 @@ from model.ops.custom import (
     refuse_second_order,
     refuse_transforms,
 )
-from model.ops.kernels import choose_form
+from model.ops.kernels import choose_backend
 
 # The operator, and the form that has all derivatives.
 _NAMES = "summed_loss", "token_losses(...).sum()"
-CHUNK = {"cpu": 2**27, "cuda": 2**30}  # bytes of logits at a time: a GPU needs enough work
+LOGITS = {"cpu": 2**27, "cuda": 2**30}  # bytes of logits at a time: a GPU needs enough work
 # Plain torch converts such a chunk to float32 in this many steps: each fits into a CPU's cache.
-ROW_CHUNKS = {"cpu": 128, "cuda": 16}
+N_ROW_STEPS = {"cpu": 128, "cuda": 16}
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
@@ -68,11 +68,11 @@ def summed_loss(
         backend: "chunked", "triton" (a kernel), or "auto": "triton" on GPUs that support it.
 
     Raises:
-        ValueError: the backend does not exist or is not supported here.
+        ValueError: the backend does not exist or does not run here.
     """
     refuse_transforms(*_NAMES, x, weight)
     (x,) = as_autocast(x)
-    backend = choose_form("the loss", backend, [*_FORMS], x)
+    backend = choose_backend("the loss", backend, [*_FORMS], x)
     needs_gradients = x.requires_grad or weight.requires_grad
     with_grad = torch.is_grad_enabled() and needs_gradients
     return _summed_loss(x, weight, targets, with_grad, cap, backend)[0]
@@ -90,9 +90,10 @@ def _summed_loss(
     weight = weight.to(x.dtype)
     if backend == "triton":  # products of rows that are not aligned are slow on GPUs
         weight = pad(weight, (0, 0, 0, -n_vocab % 64))
-    loss, g_x, g_weight = _empty_results(x, weight, with_grad)
+    loss, g_x, g_weight = _empty_results(x, weight, targets, with_grad)
     loss.zero_()
     g_weight.zero_()
+    # Some tokens at a time: logits, their losses, and from these gradients those of x and weight.
     size = _tokens(weight)
     with torch.autocast(x.device.type, enabled=False):
         for n in range(0, max(1, len(x)), size):
@@ -115,11 +116,11 @@ def _by_torch(
     """Losses of some tokens, (n,); if wanted, the gradient of their logits (n, V) replaces these,
     as in the kernel.
 
-    Some rows at a time: see ROW_CHUNKS.
+    Some rows at a time: see N_ROW_STEPS.
     """
     acc = accumulation_dtype(logits)
     # logits.T has V rows, as the weight has.
-    size = _tokens(logits.T, ROW_CHUNKS.get(logits.device.type, ROW_CHUNKS["cuda"]))
+    size = _tokens(logits.T, N_ROW_STEPS.get(logits.device.type, N_ROW_STEPS["cuda"]))
     losses = []
     for rows, row_targets in zip(logits.split(size), targets.split(size), strict=True):
         target = row_targets.clamp(min=0).unsqueeze(1)
@@ -150,23 +151,18 @@ _FORMS = {"chunked": _by_torch, "triton": _by_triton}
 
 def _tokens(weight: Tensor, n_chunks: int = 1) -> int:
     """Tokens of a chunk, or of an n-th of one, for a weight of (V, D)."""
-    n_bytes = CHUNK.get(weight.device.type, CHUNK["cuda"])
+    n_bytes = LOGITS.get(weight.device.type, LOGITS["cuda"])
     return max(1, n_bytes // (n_chunks * len(weight) * weight.itemsize))
 
 
-def _empty_results(x: Tensor, weight: Tensor, with_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_results(
+    x: Tensor, weight: Tensor, targets: Tensor, with_grad: bool, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     acc = accumulation_dtype(x)
     loss = x.new_empty((), dtype=acc)
     if not with_grad:
         return loss, x.new_empty(0), loss.new_empty(0)
     return loss, torch.empty_like(x), torch.empty_like(weight, dtype=acc)
-
-
-@torch.library.register_fake(_summed_loss)
-def _(
-    x: Tensor, weight: Tensor, targets: Tensor, with_grad: bool, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_results(x, weight, with_grad)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -193,4 +189,5 @@ def _backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     return g_x, g_weight.to(ctx.dtype), None, None, None, None
 
 
+torch.library.register_fake(_summed_loss, _empty_results)
 torch.library.register_autograd(_summed_loss, _backward, setup_context=_save_for_backward)

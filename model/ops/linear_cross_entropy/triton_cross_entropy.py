@@ -59,6 +59,7 @@ def cross_entropy_kernel(
     BLOCK: tl.constexpr,
 ):
     """One token: reads its logits for the loss, and again for the gradient, which replaces them."""
+    # This program's token. If it is not counted, its loss and its gradient are 0.
     n = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     row = logits + n * V
@@ -79,9 +80,11 @@ def cross_entropy_kernel(
             total = total * tl.exp(top - base) + tl.sum(tl.exp(z - base), 0)
             top = higher
         log_z = tl.where(top > _NOTHING, top, 0.0) + tl.log(total)
+        # The loss is log_z less the logit of the target; NaN for a target that does not exist.
         at_target, _ = _capped(row, target, n_vocab, V, CAP, ACC)
         tl.store(losses + n, tl.where(target < n_vocab, log_z - at_target, float("nan")))
         tl.debug_barrier()  # all threads have read what any of them replaces
+        # The gradient is softmax(logits), less 1 at the target, times the cap's slope.
         if WITH_GRAD:
             for start in range(0, V, BLOCK):
                 column = start + columns

@@ -5,14 +5,15 @@ One function, several implementations of the same numbers.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from model.ops.custom import assume_constant_result
+from model.ops.custom import accumulation_dtype, assume_constant_result
 from model.ops.gates import check_gates
-from model.ops.kernels import choose_form, why_not_triton
+from model.ops.kernels import choose_backend, why_not_triton
 from model.ops.log_attention.chunked_attention import chunked_log_attention, log_attention_step
 from model.ops.log_attention.naive_attention import (
     LINEAR,
@@ -43,10 +44,11 @@ def _triton_log_attention(*inputs: Any, **options: Any) -> Any:
 
 
 BACKENDS: dict[str, Callable[..., Any]] = {
-    "naive": naive_log_attention,
+    "naive": partial(naive_log_attention, return_state=True),
     "chunked": chunked_log_attention,
     "triton": _triton_log_attention,
 }
+"""Forms of causal attention: (q, k, log_v, log_f, form=, state=) -> log_y, and the state after."""
 
 
 def log_attention(
@@ -94,47 +96,42 @@ def log_attention(
         because it sees only masked and forgotten keys.
 
     Raises:
-        ValueError: shapes do not match, a gate is above 0 (checked on CPUs), or the backend does
-            not exist or does not support these inputs.
+        ValueError: shapes do not fit, a gate is above 0 (checked on CPUs), or the backend does not
+            exist or does not run here.
     """
-    _check_shapes(q, k, log_v, state, causal)
-    if log_f is not None:
-        if not causal:
-            raise ValueError(
-                "log_f needs causal=True: without an order of tokens none is earlier than another"
-            )
-        check_gates(log_f, q)
-    options: Any = {"form": form, "state": state, "return_state": return_state}
-    if not causal:
-        return _full_log_attention(q, k, log_v, backend, **options)
-    if backend == "auto" and q.shape[2] == 1 and not torch.is_grad_enabled():
-        return log_attention_step(q, k, log_v, log_f, **options)
-    backend = choose_form("log attention", backend, [*BACKENDS], q, why_not=_why_not_triton)
-    return BACKENDS[backend](q, k, log_v, log_f, **options)
+    _check_shapes(q, k, log_v, log_f, state, causal)
+    if log_f is not None and not torch.compiler.is_compiling():
+        check_gates("log_f", log_f)
+    state = empty_state(q, log_v) if state is None else state.to(accumulation_dtype(q))
+    if causal:
+        log_y, after = _attend_causally(q, k, log_v, log_f, form, state, backend)
+    elif backend == "naive":
+        options: Any = {"causal": False, "state": state, "return_state": True}
+        log_y, after = naive_log_attention(q, k, log_v, form=form, **options)
+    else:
+        # Two causal passes: the first sums all keys into a state, and queries without keys see it.
+        no_queries = torch.zeros_like(k)
+        _, after = _attend_causally(no_queries, k, log_v, None, form, state, backend)
+        no_keys = torch.full_like(q, -torch.inf)
+        no_values = log_v.new_zeros(*q.shape[:3], log_v.shape[3])
+        log_y, _ = _attend_causally(q, no_keys, no_values, None, form, after, backend)
+    return (log_y, after) if return_state else log_y
 
 
-def _full_log_attention(
+def _attend_causally(
     q: Tensor,
     k: Tensor,
     log_v: Tensor,
-    backend: str,
-    *,
+    log_f: Tensor | None,
     form: Form,
-    state: Tensor | None,
-    return_state: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`log_attention` with causal=False."""
-    if backend == "naive":
-        return naive_log_attention(
-            q, k, log_v, form=form, causal=False, state=state, return_state=return_state
-        )
-    # Two causal passes: the first sums all keys into a state, and queries without keys then see it.
-    options: Any = {"form": form, "return_state": True, "backend": backend}
-    _, state = log_attention(torch.zeros_like(k), k, log_v, state=state, **options)
-    no_keys = torch.full_like(q, -torch.inf)
-    no_values = log_v.new_zeros(*q.shape[:3], log_v.shape[3])
-    log_y, _ = log_attention(q, no_keys, no_values, state=state, **options)
-    return (log_y, state) if return_state else log_y
+    state: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    if backend == "auto" and q.shape[2] == 1 and not torch.is_grad_enabled():
+        return log_attention_step(q, k, log_v, log_f, form=form, state=state)
+    backend = choose_backend("log attention", backend, [*BACKENDS], q, _why_not_triton)
+    log_y, after = BACKENDS[backend](q, k, log_v, log_f, form=form, state=state)
+    return log_y, after
 
 
 @assume_constant_result
@@ -148,21 +145,21 @@ def _why_not_triton(device: str, index: int | None, dtype: torch.dtype, d_k: int
     return None
 
 
-def _check_shapes(q: Tensor, k: Tensor, log_v: Tensor, state: Tensor | None, causal: bool) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, log_v {tuple(log_v.shape)}"
-    fits = q.dim() == k.dim() == log_v.dim() == 4
-    if fits:
-        same_heads = q.shape[:2] == k.shape[:2] == log_v.shape[:2]
-        fits = same_heads and q.shape[3] == k.shape[3] and k.shape[2] == log_v.shape[2]
+def _check_shapes(
+    q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, state: Tensor | None, causal: bool
+) -> None:
+    *batch, T, d_k = q.shape
+    S, d_v = log_v.shape[-2:]
+    fits = len(batch) == 2 and (T == S or not causal)
+    fits = fits and k.shape == (*batch, S, d_k) and log_v.shape == (*batch, S, d_v)
+    if log_f is not None:
+        fits = fits and causal and log_f.shape == (*batch, T, 1)
+    if state is not None:
+        fits = fits and state.shape == (*batch, d_k, d_v + 1)
     if not fits:
-        raise ValueError(f"{shapes} do not match (B, H, T, d_k), (B, H, S, d_k), (B, H, S, d_v)")
-    if 0 in q.shape or 0 in log_v.shape:
-        raise ValueError(f"{shapes}: every dimension must be at least 1")
-    if causal and q.shape[2] != k.shape[2]:
+        inputs = {"q": q, "k": k, "log_v": log_v, "log_f": log_f, "state": state}
+        shapes = [f"{name} {tuple(x.shape)}" for name, x in inputs.items() if x is not None]
         raise ValueError(
-            f"{shapes}: causal attention needs as many queries as keys; pass causal=False for T "
-            "!= S"
+            f"{', '.join(shapes)} do not fit: need (B, H, T, d_k), (B, H, S, d_k), (B, H, S, d_v), "
+            "(B, H, T, 1) and (B, H, d_k, d_v + 1); causal attention has S = T, and log_f needs it"
         )
-    wanted = (*q.shape[:2], q.shape[3], log_v.shape[3] + 1)
-    if state is not None and state.shape != wanted:
-        raise ValueError(f"state has shape {tuple(state.shape)}: for {shapes} it must be {wanted}")

@@ -13,7 +13,7 @@ the first, and carries the gradient of M. The derivative ignores the bounds of l
 needs e_q, e_k and e_v alone.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,13 +23,12 @@ from torch.nn.functional import pad
 from common.numbers import ceil_div
 from model.ops.custom import (
     CHUNK,
-    accumulation_dtype,
     operator,
     refuse_second_order,
     refuse_transforms,
     running_sum,
 )
-from model.ops.log_attention.naive_attention import KEY, LOG_SPACE, QUERY, VALUE, Form, empty_state
+from model.ops.log_attention.naive_attention import KEY, QUERY, VALUE, Form, Inputs, empty_state
 
 NAMES = "log_attention", "backend='naive'"  # the operator, and the form that has all derivatives
 # Elements of a temporary on a CPU, so that a step fits into its cache. Other devices process all
@@ -43,32 +42,28 @@ def chunked_log_attention(
     q: Tensor,
     k: Tensor,
     log_v: Tensor,
-    log_f: Tensor | None = None,
+    log_f: Tensor | None,
     *,
-    form: Form = LOG_SPACE,
-    state: Tensor | None = None,
-    return_state: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """As causal `log_attention`."""
+    form: Form,
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Causal `log_attention`, and the state after it."""
     refuse_transforms(*NAMES, q, k, log_v, log_f, state)
-    state = empty_state(q, log_v) if state is None else state.to(accumulation_dtype(q))
     y, after, _ = _attend(q, k, log_v, log_f, state, *form)
-    return (y, after) if return_state else y
+    return y, after
 
 
 def log_attention_step(
     q: Tensor,
     k: Tensor,
     log_v: Tensor,
-    log_f: Tensor | None = None,
+    log_f: Tensor | None,
     *,
-    form: Form = LOG_SPACE,
-    state: Tensor | None = None,
-    return_state: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    form: Form,
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
     """`log_attention` of a single token, causal and without gradients."""
     dtype = log_v.dtype
-    state = empty_state(q, log_v) if state is None else state.to(accumulation_dtype(q))
     with torch.autocast(q.device.type, enabled=False):
         q, k, log_v = (x.to(state.dtype, copy=True) for x in (q, k, log_v))
         e_q, e_k = _features(q, k, form)
@@ -76,17 +71,7 @@ def log_attention_step(
         if log_f is not None:
             state = state * log_f.to(state.dtype).exp()
         state = torch.addcmul(state, e_k.mT, e_v)
-        y = _results(e_q @ state, form).to(dtype)
-    return (y, state) if return_state else y
-
-
-class _Inputs(NamedTuple):
-    """Tensors (B, H, T, D), some chunks of them (n, B, H, C, D), or gradients."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_f: Tensor | None
+        return _results(e_q @ state, form).to(dtype), state
 
 
 @operator("log_attention")
@@ -102,23 +87,20 @@ def _attend(
     """Return y (B, H, T, d_v), the state after the tokens (B, H, d_k, E), and, for the backward
     pass, the state before each step (steps, B, H, d_k, E)."""
     form = Form(exp, log)
-    y, after, before = _empty_results(q, v, state)
+    y, after, before = _empty_results(q, k, v, log_f, state)
     with torch.autocast(q.device.type, enabled=False):
         for tokens in _steps(q):
             M = after[tokens.batch] if tokens.start else state[tokens.batch]
             before[tokens.number, tokens.batch] = M
-            step = _step(tokens.chunks_of(_Inputs(q, k, v, log_f), state.dtype, form), M, form)
+            step = _step(tokens.chunks_of(Inputs(q, k, v, log_f), state.dtype, form), M, form)
             tokens.write(_results(step.sums, form), y)
             after[tokens.batch] = step.M[-1]
     return y, after, before
 
 
-@torch.library.register_fake(_attend)
-def _(q: Tensor, k: Tensor, v: Tensor, log_f: Any, state: Tensor, *_: bool) -> tuple[Tensor, ...]:
-    return _empty_results(q, v, state)
-
-
-def _empty_results(q: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_results(
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None, state: Tensor, *_: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     steps = ceil_div(q.shape[2], CHUNK * _chunks_in_step(q))
     return torch.empty_like(v), torch.empty_like(state), state.new_empty(steps, *state.shape)
 
@@ -127,19 +109,22 @@ def _empty_results(q: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor,
 def _attend_backward(
     g_y: Tensor,
     g_after: Tensor,
-    inputs: Sequence[Tensor | None],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_f: Tensor | None,
     before: Tensor,
     exp: bool,
     log: bool,
 ) -> list[Tensor]:
     """Return the gradients of q, k, v, log_f (empty without gates) and the state."""
     form = Form(exp, log)
-    tensors = _Inputs._make(inputs)
-    gradients = _empty_gradients(tensors)
-    g_M = g_after.clone()
+    inputs = Inputs(q, k, v, log_f)
+    *gradients, g_M = _empty_gradients(g_y, g_after, *inputs)
+    g_M.copy_(g_after)
     with torch.autocast(g_y.device.type, enabled=False):
-        for tokens in reversed(list(_steps(tensors.q))):
-            chunks = tokens.chunks_of(tensors, g_M.dtype, form)
+        for tokens in reversed(list(_steps(q))):
+            chunks = tokens.chunks_of(inputs, g_M.dtype, form)
             step = _step(chunks, before[tokens.number, tokens.batch], form)
             g = tokens.chunks(g_y, g_M.dtype, 0.0)
             found, g_M[tokens.batch] = _step_backward(
@@ -151,38 +136,49 @@ def _attend_backward(
     return [*gradients, g_M]
 
 
-@torch.library.register_fake(_attend_backward)
-def _(g_y: Tensor, g_after: Tensor, inputs: Any, *_: Any) -> list[Tensor]:
-    return [*_empty_gradients(_Inputs._make(inputs)), torch.empty_like(g_after)]
-
-
-def _empty_gradients(inputs: _Inputs) -> list[Tensor]:
+def _empty_gradients(
+    g_y: Tensor, g_after: Tensor, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None, *_: Any
+) -> list[Tensor]:
     """Allocate gradients. An empty tensor stands for None, which an operator cannot return."""
-    return [inputs.q.new_empty(0) if x is None else torch.empty_like(x) for x in inputs]
+    g_f = q.new_empty(0) if log_f is None else torch.empty_like(log_f)
+    like = torch.empty_like
+    return [like(q), like(k), like(v), g_f, like(g_after)]
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, _, exp, log = inputs
-    ctx.form = Form(exp, log)
-    ctx.save_for_backward(*tensors, output[2])
-    ctx.mark_non_differentiable(output[2])
-    ctx.set_materialize_grads(False)  # or torch would make zeros for `before`
+def register_backward(attend: Any, attend_backward: Any) -> None:
+    """Give an operator its gradients.
+
+    Args:
+        attend: (q, k, v, log_f, state, exp, log) -> y, the state after the tokens, and tensors
+        attend_backward: (g_y, g_after, q, k, v, log_f, *saved, exp, log) -> gradients of q, k, v,
+            log_f and the state.
+    """
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, _, exp, log = inputs
+        ctx.form = exp, log
+        ctx.save_for_backward(*tensors, *output[2:])
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.set_materialize_grads(False)  # or torch would make zeros for what is saved
+
+    def backward(
+        ctx: Any, g_y: Tensor | None, g_after: Tensor | None, *_: None
+    ) -> tuple[Tensor | None, ...]:
+        refuse_second_order(*NAMES)
+        q, _, v, log_f, *_ = saved = ctx.saved_tensors
+        g_y = torch.zeros_like(v) if g_y is None else g_y
+        g_after = empty_state(q, v) if g_after is None else g_after
+        gradients = attend_backward(g_y, g_after, *saved, *ctx.form)
+        if log_f is None:
+            gradients[3] = None
+        return *gradients, None, None
+
+    torch.library.register_autograd(attend, backward, setup_context=save)
 
 
-def _backward(
-    ctx: Any, g_y: Tensor | None, g_after: Tensor | None, _: None
-) -> tuple[Tensor | None, ...]:
-    refuse_second_order(*NAMES)
-    *inputs, before = ctx.saved_tensors
-    g_y = torch.zeros_like(inputs[2]) if g_y is None else g_y
-    g_after = torch.zeros_like(before[0]) if g_after is None else g_after
-    gradients = _attend_backward(g_y, g_after, inputs, before, *ctx.form)
-    if inputs[3] is None:
-        gradients[3] = None
-    return *gradients, None, None
-
-
-torch.library.register_autograd(_attend, _backward, setup_context=_save_for_backward)
+torch.library.register_fake(_attend, _empty_results)
+torch.library.register_fake(_attend_backward, _empty_gradients)
+register_backward(_attend, _attend_backward)
 
 
 class _Gates(NamedTuple):
@@ -200,7 +196,7 @@ class _Gates(NamedTuple):
     decay: Tensor | None = None
     """(n, B, H, 1, 1): exp(a_C) of the state before the chunk for the state after it."""
 
-    def weigh(self, scores: Tensor) -> Tensor:
+    def apply_to(self, scores: Tensor) -> Tensor:
         """Multiply scores (n, B, H, C, C) by `within`, in place."""
         return scores.tril_() if self.within is None else scores.mul_(self.within)
 
@@ -220,7 +216,7 @@ def _gates(log_f: Tensor | None) -> _Gates:
     return _Gates(within.tril_(), start, end, decay)
 
 
-def _times(x: Tensor, factor: Tensor | None) -> Tensor:
+def _scale(x: Tensor, factor: Tensor | None) -> Tensor:
     return x if factor is None else x * factor
 
 
@@ -244,7 +240,7 @@ class _Step(NamedTuple):
     """(n, B, H, C, E)."""
 
 
-def _step(chunks: _Inputs, M: Tensor, form: Form) -> _Step:
+def _step(chunks: Inputs, M: Tensor, form: Form) -> _Step:
     """Compute chunks of q, k, v and log_f (n, B, H, C, D), given the state before the first.
 
     e_q, e_k and e_v take the memory of the chunks.
@@ -253,18 +249,18 @@ def _step(chunks: _Inputs, M: Tensor, form: Form) -> _Step:
     gates = _gates(log_f)
     e_q, e_k = _features(q, k, form)
     e_v = _values(v, form)
-    to_end = _times(e_k, gates.end)
+    to_end = _scale(e_k, gates.end)
     Ms = torch.cat([M.unsqueeze(0), to_end.mT @ e_v])
     for n in range(len(q)):
         gates.add_decayed(Ms[n + 1], Ms[n], n)
-    A = gates.weigh(e_q @ e_k.mT)
-    sums = _add_product(_times(e_q, gates.start) @ Ms[:-1], A, e_v)
+    A = gates.apply_to(e_q @ e_k.mT)
+    sums = _add_product(_scale(e_q, gates.start) @ Ms[:-1], A, e_v)
     return _Step(gates, e_q, e_k, e_v, to_end, Ms, A, sums)
 
 
 def _step_backward(
     step: _Step, log_f: Tensor | None, g_y: Tensor, g_M: Tensor, form: Form
-) -> tuple[_Inputs, Tensor]:
+) -> tuple[Inputs, Tensor]:
     """Return the gradients of the chunks' q, k, v and log_f, and of M before the first, given those
     of y and of M after the last.
 
@@ -273,13 +269,13 @@ def _step_backward(
     """
     gates, e_q, e_k, e_v, to_end, M, A, sums = step
     g_sums = _grad_of_sums(g_y, sums, form)
-    g_A = gates.weigh(g_sums @ e_v.mT)
-    g_read = _times(g_sums, gates.start)
+    g_A = gates.apply_to(g_sums @ e_v.mT)
+    g_read = _scale(g_sums, gates.start)
     g_e_q = _add_product(g_read @ M[:-1].mT, g_A, e_k)
     g_Ms = torch.cat([e_q.mT @ g_read, g_M.unsqueeze(0)])  # before each chunk and after the last
     for n in reversed(range(len(e_q))):
         gates.add_decayed(g_Ms[n], g_Ms[n + 1], n)
-    g_e_k = _add_product(_times(e_v, gates.end) @ g_Ms[1:].mT, g_A.mT, e_q)
+    g_e_k = _add_product(_scale(e_v, gates.end) @ g_Ms[1:].mT, g_A.mT, e_q)
     g_v = _add_product(to_end @ g_Ms[1:], A.mT, g_sums)
     g_f = None
     if log_f is not None:
@@ -288,7 +284,7 @@ def _step_backward(
     g_k = g_e_k.mul_(e_k if form.exp else e_k.clamp(max=1))
     if form.log:
         g_v.mul_(e_v)
-    return _Inputs(g_q, g_k, g_v[..., :-1], g_f), g_Ms[0]
+    return Inputs(g_q, g_k, g_v[..., :-1], g_f), g_Ms[0]
 
 
 def _grad_of_gates(step: _Step, g_e_q: Tensor, g_e_k: Tensor, g_M: Tensor) -> Tensor:
@@ -387,9 +383,9 @@ class _Tokens(NamedTuple):
             part.copy_(tokens)
         return chunks
 
-    def chunks_of(self, x: _Inputs, dtype: torch.dtype, form: Form) -> _Inputs:
+    def chunks_of(self, x: Inputs, dtype: torch.dtype, form: Form) -> Inputs:
         """Copy the inputs. v gets the column whose e_v is 1."""
-        return _Inputs(
+        return Inputs(
             self.chunks(x.q, dtype, 0.0),
             self.chunks(x.k, dtype, -torch.inf),
             self.chunks(x.v, dtype, 0.0 if form.log else 1.0, columns=1),

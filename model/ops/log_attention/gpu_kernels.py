@@ -70,16 +70,6 @@ class Tokens(NamedTuple):
     """Of B, H and T."""
 
 
-class Inputs(NamedTuple):
-    """Tokens of the operator's inputs, or of their gradients."""
-
-    q: Any
-    k: Any
-    v: Any
-    f: Any
-    """Gates. Without gates, nothing reads or writes them."""
-
-
 class States(NamedTuple):
     """A state, or the gradient of one, for each chunk of each head."""
 
@@ -285,13 +275,13 @@ def load_gates(f, chunk, P: tl.constexpr):
 
 
 @triton.jit
-def scaled(x, factors, P: tl.constexpr):
+def scale_rows(x, factors, P: tl.constexpr):
     """Rows of x times a chunk's start or end."""
     return x * factors[:, None] if P.GATED else x
 
 
 @triton.jit
-def weigh(scores, gates, P: tl.constexpr):
+def apply_gates(scores, gates, P: tl.constexpr):
     """Multiply scores (query, key) by what gates keep of a key; 0 for later keys."""
     t = tl.arange(0, P.C)
     if P.GATED:
@@ -301,8 +291,8 @@ def weigh(scores, gates, P: tl.constexpr):
 
 
 @triton.jit
-def weigh_by_key(scores, gates, P: tl.constexpr):
-    """The same for scores (key, query)."""
+def apply_gates_by_key(scores, gates, P: tl.constexpr):
+    """`apply_gates` of scores (key, query)."""
     t = tl.arange(0, P.C)
     if P.GATED:
         high = gates.high[None, :] - gates.high[:, None]
@@ -311,7 +301,7 @@ def weigh_by_key(scores, gates, P: tl.constexpr):
 
 
 @triton.jit
-def operand(x, P: tl.constexpr):
+def round_operand(x, P: tl.constexpr):
     """Round x for products. The compiler may not compute x again for another layout: it would
     repeat exponentials."""
     x = x.to(P.OPERAND)
@@ -325,13 +315,13 @@ def operand(x, P: tl.constexpr):
 
 
 @triton.jit
-def scaled_operand(x, factors, P: tl.constexpr):
+def scale_operand(x, factors, P: tl.constexpr):
     """Scale rows of an operand."""
-    return operand(x.to(tl.float32) * factors[:, None], P) if P.GATED else x
+    return round_operand(x.to(tl.float32) * factors[:, None], P) if P.GATED else x
 
 
 @triton.jit
-def product(a, b, P: tl.constexpr):
+def multiply(a, b, P: tl.constexpr):
     if INTERPRETED:  # its dot takes bfloat16 for integers
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -339,25 +329,25 @@ def product(a, b, P: tl.constexpr):
 
 
 @triton.jit
-def quotient(a, b):
+def divide(a, b):
     """a / b in two instructions."""
     return a / b if INTERPRETED else libdevice.fast_dividef(a, b)
 
 
 @triton.jit
-def logarithm(x):
+def take_log(x):
     return tl.log(x) if INTERPRETED else libdevice.fast_logf(x)
 
 
 @triton.jit
-def sum_of(x):
+def sum_vector(x):
     """Sum of a vector. Triton 3.6 and 3.7 cannot compile tl.sum(x, 0) for Blackwell if x depends on
     a product."""
     return tl.sum(tl.sum(x[None, :], 1), 0)
 
 
 @triton.jit
-def norms(e_q, A, z, gates, P: tl.constexpr):
+def sum_weights(e_q, A, z, gates, P: tl.constexpr):
     """Sums of weights (C,)."""
     from_state = tl.sum(e_q.to(tl.float32) * z[None, :], 1)
     from_state = from_state * gates.start if P.GATED else from_state
@@ -365,9 +355,9 @@ def norms(e_q, A, z, gates, P: tl.constexpr):
 
 
 @triton.jit
-def sums_of_values(e_q, A, M, e_v, gates, P: tl.constexpr):
+def sum_values(e_q, A, M, e_v, gates, P: tl.constexpr):
     """Weighted sums of values (C, BV)."""
-    return scaled(product(e_q, M, P), gates.start, P) + product(A, e_v, P)
+    return scale_rows(multiply(e_q, M, P), gates.start, P) + multiply(A, e_v, P)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -376,10 +366,10 @@ def states(x, added, decays, H, T, P: tl.constexpr):
     block of value columns."""
     chunk = this_chunk(H, T, P)
     e = value_columns(tl.program_id(1), P)
-    gates = load_gates(x.f, chunk, P)
-    k_end = operand(scaled(load_keys(x.k, chunk, P), gates.end, P), P)
-    e_v = operand(load_values(x.v, chunk, e, P), P)
-    store_matrix(added, product(tl.trans(k_end), e_v, P), chunk, e, P)
+    gates = load_gates(x.log_f, chunk, P)
+    k_end = round_operand(scale_rows(load_keys(x.k, chunk, P), gates.end, P), P)
+    e_v = round_operand(load_values(x.v, chunk, e, P), P)
+    store_matrix(added, multiply(tl.trans(k_end), e_v, P), chunk, e, P)
     store_z(added, tl.sum(k_end.to(tl.float32), 0), chunk, P)
     tl.store(decays + chunk.index, gates.decay)
 
@@ -414,6 +404,7 @@ def scan_columns(
     P: tl.constexpr,
 ):
     """`scan` of elements i of x (B H, N, d_k, WIDTH): columns of a state from COLUMN on."""
+    # Where these elements are in states, and in the first chunk to be read.
     head = tl.program_id(0).to(tl.int64)
     in_state = (head * P.D_K + i // WIDTH) * (P.D_V + 1) + COLUMN + i % WIDTH
     SIZE: tl.constexpr = P.D_K * WIDTH
@@ -442,57 +433,63 @@ def outputs(x, before, y, H, T, P: tl.constexpr):
     """Compute y for a block of value columns."""
     chunk = this_chunk(H, T, P)
     e = value_columns(tl.program_id(1), P)
-    e_q = operand(load_queries(x.q, chunk, P), P)
-    e_k = operand(load_keys(x.k, chunk, P), P)
-    e_v = operand(load_values(x.v, chunk, e, P), P)
-    gates = load_gates(x.f, chunk, P)
-    A = weigh(product(e_q, tl.trans(e_k), P), gates, P).to(P.OPERAND)
-    sums = sums_of_values(e_q, A, load_matrix(before, chunk, e, P), e_v, gates, P)
-    result = sums * (1.0 / norms(e_q, A, load_z(before, chunk, P), gates, P))[:, None]
-    store_tokens(y, logarithm(result) if P.LOG else result, chunk, e, P.D_V, P)
+    e_q = round_operand(load_queries(x.q, chunk, P), P)
+    e_k = round_operand(load_keys(x.k, chunk, P), P)
+    e_v = round_operand(load_values(x.v, chunk, e, P), P)
+    gates = load_gates(x.log_f, chunk, P)
+    A = apply_gates(multiply(e_q, tl.trans(e_k), P), gates, P).to(P.OPERAND)
+    sums = sum_values(e_q, A, load_matrix(before, chunk, e, P), e_v, gates, P)
+    result = sums * (1.0 / sum_weights(e_q, A, load_z(before, chunk, P), gates, P))[:, None]
+    store_tokens(y, take_log(result) if P.LOG else result, chunk, e, P.D_V, P)
 
 
 @triton.jit(do_not_specialize=["T"])
 def query_grads(x, g_y, before, g_q, g_of, D, H, T, BLOCKS: tl.constexpr, P: tl.constexpr):
     """Compute gradients of queries, SumGrads `g_of`, and D: the gradient of the state before each
     chunk by that chunk's queries."""
+    # Compute weights and norms again, as the forward pass does.
     chunk = this_chunk(H, T, P)
-    e_q = operand(load_queries(x.q, chunk, P), P)
-    e_k = operand(load_keys(x.k, chunk, P), P)
-    gates = load_gates(x.f, chunk, P)
-    A = weigh(product(e_q, tl.trans(e_k), P), gates, P).to(P.OPERAND)
+    e_q = round_operand(load_queries(x.q, chunk, P), P)
+    e_k = round_operand(load_keys(x.k, chunk, P), P)
+    gates = load_gates(x.log_f, chunk, P)
+    A = apply_gates(multiply(e_q, tl.trans(e_k), P), gates, P).to(P.OPERAND)
     z = load_z(before, chunk, P)
-    norm = norms(e_q, A, z, gates, P)
+    norm = sum_weights(e_q, A, z, gates, P)
     sees_keys = (norm < EMPTY) == 0  # true for NaN
     # Gradients are scaled by the power of two, and queries by the rest.
-    rest_q = scaled_operand(e_q, gates.start_rest, P)
+    rest_q = scale_operand(e_q, gates.start_rest, P)
     g_A = zeros(P.C, P.C)
     g_e = zeros(P.C, P.BK)
     g_norm = tl.zeros_like(norm)
     for block in range(BLOCKS):
+        # Some value columns at a time: g, the gradient of their sums.
         e = value_columns(block, P)
         M = load_matrix(before, chunk, e, P)
-        e_v = operand(load_values(x.v, chunk, e, P), P)
-        sums = sums_of_values(e_q, A, M, e_v, gates, P)
+        e_v = round_operand(load_values(x.v, chunk, e, P), P)
+        sums = sum_values(e_q, A, M, e_v, gates, P)
         g = load_tokens(g_y, chunk, e, 0.0, P.D_V, P)
-        g = quotient(g, sums) if P.LOG else g * (1.0 / norm)[:, None]
+        g = divide(g, sums) if P.LOG else g * (1.0 / norm)[:, None]
         g = tl.where(sees_keys[:, None] & (e < P.D_V)[None, :], g, 0.0)
-        g = operand(g, P)
-        to_start = scaled_operand(g, gates.start_power, P)
+        g = round_operand(g, P)
+        # What g gives to the norm, to the state before the chunk, to queries and to weights.
+        to_start = scale_operand(g, gates.start_power, P)
         g_norm -= tl.sum(g.to(tl.float32) * sums, 1)
         pointers, exist = sum_pointers(g_of.sums, chunk, e, P)
         tl.store(pointers, g, mask=exist)
-        store_matrix(D, product(tl.trans(rest_q), to_start, P), chunk, e, P)
-        g_e += product(to_start, tl.trans(M), P)
-        g_A += product(g, tl.trans(e_v), P)
-    g_norm = tl.where(sees_keys, quotient(g_norm, norm), 0.0)
+        store_matrix(D, multiply(tl.trans(rest_q), to_start, P), chunk, e, P)
+        g_e += multiply(to_start, tl.trans(M), P)
+        g_A += multiply(g, tl.trans(e_v), P)
+    # The norm is one more column, with values of 1.
+    g_norm = tl.where(sees_keys, divide(g_norm, norm), 0.0)
     tl.store(row_pointers(g_of.norms, chunk, P), g_norm)
     norm_to_start = g_norm * gates.start_power if P.GATED else g_norm
     store_z(D, tl.sum(rest_q.to(tl.float32) * norm_to_start[:, None], 0), chunk, P)
-    g_e = scaled(g_e + norm_to_start[:, None] * z[None, :], gates.start_rest, P)
-    gates = load_gates(x.f, chunk, P)  # again, since registers cannot hold their factors until here
-    g_A = weigh(g_A + g_norm[:, None], gates, P)
-    g_e += product(g_A.to(P.OPERAND), e_k, P)
+    g_e = scale_rows(g_e + norm_to_start[:, None] * z[None, :], gates.start_rest, P)
+    # Again, since registers cannot hold the gates' factors until here.
+    gates = load_gates(x.log_f, chunk, P)
+    g_A = apply_gates(g_A + g_norm[:, None], gates, P)
+    g_e += multiply(g_A.to(P.OPERAND), e_k, P)
+    # From features to their logarithms.
     e_q = e_q.to(tl.float32)
     if P.GATED:
         tl.store(row_pointers(g_of.queries, chunk, P), tl.sum(g_e * e_q, 1))
@@ -505,41 +502,46 @@ def key_grads(x, before, g_of, D, g_x, H, T, BLOCKS: tl.constexpr, P: tl.constex
 
     Scores are (key, query), so that no result of a product is transposed.
     """
+    # Compute weights again, transposed.
     chunk = this_chunk(H, T, P)
-    e_q = operand(load_queries(x.q, chunk, P), P)
+    e_q = round_operand(load_queries(x.q, chunk, P), P)
     e_k = load_keys(x.k, chunk, P)
-    gates = load_gates(x.f, chunk, P)
-    k_end = operand(scaled(e_k, gates.end, P), P)
-    e_k = operand(e_k, P) if P.GATED else k_end
-    A = weigh_by_key(product(e_k, tl.trans(e_q), P), gates, P).to(P.OPERAND)
+    gates = load_gates(x.log_f, chunk, P)
+    k_end = round_operand(scale_rows(e_k, gates.end, P), P)
+    e_k = round_operand(e_k, P) if P.GATED else k_end
+    A = apply_gates_by_key(multiply(e_k, tl.trans(e_q), P), gates, P).to(P.OPERAND)
+    # The norm's column of the state: its values are 1.
     z_D = load_z(D, chunk, P)
     # After the chunk, <M, D> = kept + added: what gates keep of the state before, and keys.
     kept = load_z(before, chunk, P) * gates.decay * z_D
     g_A = zeros(P.C, P.C)
-    g_e = scaled(zeros(P.C, P.BK) + z_D[None, :], gates.end, P)
+    g_e = scale_rows(zeros(P.C, P.BK) + z_D[None, :], gates.end, P)
     for block in range(BLOCKS):
+        # Some value columns at a time: keys give to their own chunk's sums, and to the state.
         e = value_columns(block, P)
         D_n = load_matrix(D, chunk, e, P)
         pointers, exist = sum_pointers(g_of.sums, chunk, e, P)
         g = tl.load(pointers, mask=exist, other=0.0)
         e_v = load_values(x.v, chunk, e, P)
-        v_end = operand(scaled(e_v, gates.end, P), P)
-        e_v = operand(e_v, P) if P.GATED else v_end
-        g_A += product(e_v, tl.trans(g), P)
-        g_e += product(v_end, tl.trans(D_n), P)
-        g_v = product(A, g, P) + product(k_end, D_n, P)
+        v_end = round_operand(scale_rows(e_v, gates.end, P), P)
+        e_v = round_operand(e_v, P) if P.GATED else v_end
+        g_A += multiply(e_v, tl.trans(g), P)
+        g_e += multiply(v_end, tl.trans(D_n), P)
+        g_v = multiply(A, g, P) + multiply(k_end, D_n, P)
         store_tokens(g_x.v, g_v * e_v.to(tl.float32) if P.LOG else g_v, chunk, e, P.D_V, P)
         if P.GATED:
             M = load_matrix(before, chunk, e, P).to(tl.float32) * gates.decay
             kept += tl.sum(M * D_n.to(tl.float32), 1)
+    # Keys' share of the state, then of the scores: g_e goes from one to the other.
     e_k = e_k.to(tl.float32)
     added = tl.sum(g_e * e_k, 1)  # by each key to <M, D>
-    gates = load_gates(x.f, chunk, P)  # again, as in query_grads
-    g_A = weigh_by_key(g_A + tl.load(row_pointers(g_of.norms, chunk, P))[None, :], gates, P)
-    g_e += product(g_A.to(P.OPERAND), e_q, P)
+    gates = load_gates(x.log_f, chunk, P)  # again, as in query_grads
+    g_A = apply_gates_by_key(g_A + tl.load(row_pointers(g_of.norms, chunk, P))[None, :], gates, P)
+    g_e += multiply(g_A.to(P.OPERAND), e_q, P)
+    # A gate's gradient: what queries read from it on, less what keys from it on give.
     if P.GATED:
         own = tl.load(row_pointers(g_of.queries, chunk, P)) - tl.sum(g_e * e_k, 1)
-        store_gate_grads(x.f, g_x.f, own, sum_of(kept) + sum_of(added), chunk, P)
+        store_gate_grads(x.log_f, g_x.log_f, own, sum_vector(kept) + sum_vector(added), chunk, P)
     store_tokens(g_x.k, g_e * derivative(e_k, P), chunk, tl.arange(0, P.BK), P.D_K, P)
 
 
@@ -548,7 +550,7 @@ def store_gate_grads(f, g_f, own, after, chunk, P: tl.constexpr):
     """Store gradients of gates: a gate scales all that passes from before its token to later
     tokens, in the chunk (`own` (C,) from its token on) and in the state (`after`)."""
     t = tl.arange(0, P.C)
-    # tl.cumsum: see sum_of.
+    # tl.cumsum: see sum_vector.
     g = tl.sum(tl.where(t[:, None] <= t[None, :], own[None, :], 0.0), 1) + after
     pointers, exist = token_pointers(f, chunk, P)
     g = tl.where(tl.load(pointers, mask=exist, other=0.0) <= RESET, 0.0, g)

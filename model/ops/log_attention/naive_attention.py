@@ -16,12 +16,22 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from model.ops.custom import accumulation_dtype
-from model.ops.gates import forgotten
+from model.ops.gates import sum_gates
 
 # Bounds of logarithms, so that float32 and bfloat16 hold every number: docs/attention.md.
 QUERY = -60.0, 0.0  # relative to a query's largest feature
 KEY = -25.0, 45.0
 VALUE = -20.0, 25.0
+
+
+class Inputs(NamedTuple):
+    """The operator's inputs, or what a form has in their place: chunks, gradients, pointers."""
+
+    q: Any
+    k: Any
+    v: Any
+    log_f: Any
+    """None without gates."""
 
 
 class Form(NamedTuple):
@@ -53,6 +63,7 @@ def naive_log_attention(
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Arguments and result are those of `log_attention`, outside of autocast."""
+    # Features, values with one more column of ones, and weights of all pairs.
     dtype = accumulation_dtype(q)
     e_q, e_k = _features(q.to(dtype), k.to(dtype), form)
     e_v = _bounded(log_v.to(dtype), *VALUE).exp() if form.log else log_v.to(dtype)
@@ -63,13 +74,15 @@ def naive_log_attention(
     decay: Any = 1.0
     if causal:
         weights = weights.tril()
+    # What gates keep of keys and of the state.
     if log_f is not None:
         log_f = log_f.to(dtype)
-        kept = forgotten(log_f).squeeze(-1).exp()  # (B, H, T, T)
+        kept = sum_gates(log_f).squeeze(-1).exp()  # (B, H, T, T)
         weights = weights * kept
         start = log_f.cumsum(2).exp()  # (B, H, T, 1): of the state before these tokens
         end = kept[:, :, -1:].mT  # (B, H, T, 1): of a key after these tokens
         decay = start[:, :, -1:]
+    # Sums over these tokens and the state; the last column is the norm.
     state = empty_state(q, log_v) if state is None else state.to(dtype)
     sums = weights @ e_v + (start * e_q) @ state  # (B, H, T, d_v + 1)
     y = sums[..., :-1] / sums[..., -1:]

@@ -8,11 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from common.numbers import ceil_div
-from model.ops.custom import CHUNK, operator, refuse_second_order, refuse_transforms
+from model.ops.custom import CHUNK, operator, refuse_transforms
 from model.ops.log_attention import gpu_kernels
-from model.ops.log_attention.chunked_attention import NAMES
-from model.ops.log_attention.gpu_kernels import Constants, Inputs, States, SumGrads, Tokens
-from model.ops.log_attention.naive_attention import LOG_SPACE, Form, empty_state
+from model.ops.log_attention.chunked_attention import NAMES, register_backward
+from model.ops.log_attention.gpu_kernels import Constants, States, SumGrads, Tokens
+from model.ops.log_attention.naive_attention import Form, Inputs
 from model.ops.triton_launch import launching
 
 
@@ -20,22 +20,21 @@ def triton_log_attention(
     q: Tensor,
     k: Tensor,
     log_v: Tensor,
-    log_f: Tensor | None = None,
+    log_f: Tensor | None,
     *,
-    form: Form = LOG_SPACE,
-    state: Tensor | None = None,
-    return_state: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """As causal `log_attention`, for tensors with any strides. The memory layout of y is (B, T, H,
-    d_v).
+    form: Form,
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Causal `log_attention` and the state after it, for tensors with any strides.
+
+    The memory layout of y is (B, T, H, d_v).
 
     Operands of products are bfloat16 if q and k are. For float16 they are tf32, which has the range
     of bfloat16 and the digits of float16; for float32, three products of tf32. Sums are float32.
     """
     refuse_transforms(*NAMES, q, k, log_v, log_f, state)
-    state = empty_state(q, log_v) if state is None else state.float().contiguous()
-    y, after, *_ = _attend(q, k, log_v, log_f, state, *form)
-    return (y, after) if return_state else y
+    y, after, *_ = _attend(q, k, log_v, log_f, state.float().contiguous(), *form)
+    return y, after
 
 
 @operator("log_attention_triton")
@@ -51,7 +50,7 @@ def _attend(
     """Return y, the state after the tokens and, for the backward pass, the states before each chunk
     and what the gates of each chunk keep."""
     P = _constants(q, k, v, log_f, Form(exp, log))
-    results = _empty_results(q, k, v, state)
+    results = _empty_results(q, k, v, log_f, state)
     y, after, M, z, decays = results
     before = States(M, z)
     x = _inputs(q, k, v, log_f)
@@ -64,15 +63,8 @@ def _attend(
     return results
 
 
-@torch.library.register_fake(_attend)
-def _(
-    q: Tensor, k: Tensor, v: Tensor, log_f: Any, state: Tensor, *_: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _empty_results(q, k, v, state)
-
-
 def _empty_results(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None, state: Tensor, *_: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     B, H, T, d_k = q.shape
     d_v = v.shape[3]
@@ -107,7 +99,7 @@ def _attend_backward(
     D = States(torch.empty_like(M), torch.empty_like(z))
     g_sums = M.new_empty(*M.shape[:2], P.C, P.D_V)
     g_of = SumGrads(g_sums, *z.new_empty(2, *z.shape[:2], P.C))
-    gradients = _empty_gradients(g_after, q, k, v, log_f)
+    gradients = _empty_gradients(g_y, g_after, q, k, v, log_f)
     g_q, g_k, g_v, g_f, g_state = gradients
     x = _inputs(q, k, v, log_f)
     g_x = _inputs(g_q, g_k, g_v, None if log_f is None else g_f)
@@ -121,15 +113,8 @@ def _attend_backward(
     return gradients
 
 
-@torch.library.register_fake(_attend_backward)
-def _(
-    g_y: Tensor, g_after: Tensor, q: Tensor, k: Tensor, v: Tensor, log_f: Any, *_: Any
-) -> list[Tensor]:
-    return _empty_gradients(g_after, q, k, v, log_f)
-
-
 def _empty_gradients(
-    g_after: Tensor, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None
+    g_y: Tensor, g_after: Tensor, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None, *_: Any
 ) -> list[Tensor]:
     """Allocate gradients. An empty tensor stands for None, which an operator cannot return."""
     g_f = q.new_empty(0) if log_f is None else _empty_like(log_f)
@@ -137,29 +122,9 @@ def _empty_gradients(
     return [_empty_like(q), _empty_like(k), _empty_like(v), g_f, g_state]
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, _, exp, log = inputs
-    ctx.form = Form(exp, log)
-    ctx.save_for_backward(*tensors, *output[2:])
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.set_materialize_grads(False)  # or torch would make zeros for what is saved
-
-
-def _backward(
-    ctx: Any, g_y: Tensor | None, g_after: Tensor | None, *_: None
-) -> tuple[Tensor | None, ...]:
-    refuse_second_order(*NAMES)
-    saved = ctx.saved_tensors
-    q, _, v, log_f = saved[:4]
-    g_y = v.new_zeros(v.shape) if g_y is None else g_y
-    g_after = empty_state(q, v) if g_after is None else g_after
-    gradients = _attend_backward(g_y, g_after, *saved, *ctx.form)
-    if log_f is None:
-        gradients[3] = None
-    return *gradients, None, None
-
-
-torch.library.register_autograd(_attend, _backward, setup_context=_save_for_backward)
+torch.library.register_fake(_attend, _empty_results)
+torch.library.register_fake(_attend_backward, _empty_gradients)
+register_backward(_attend, _attend_backward)
 
 
 def _scan(

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from model.ops.custom import accumulation_dtype, operator, refuse_second_order, refuse_transforms
-from model.ops.kernels import choose_form
+from model.ops.gates import check_gates
+from model.ops.kernels import choose_backend
 from model.ops.log_recurrence import chunked_recurrence
 
 # The operator, and the form that has all derivatives.
@@ -46,17 +47,13 @@ def log_recurrence(
         float64.
 
     Raises:
-        ValueError: shapes do not match, log_p is above 0 (checked on CPUs, except by "naive"), or
-            the backend does not exist or is not supported here.
+        ValueError: shapes do not fit, log_p is above 0 (checked on CPUs, except by "naive"), or
+            the backend does not exist or does not run here.
     """
-    if log_p.shape != h.shape or h.dim() != 3 or 0 in h.shape:
-        raise ValueError(
-            f"log_p {tuple(log_p.shape)} and h {tuple(h.shape)} "
-            "must both be (B, T, D), with T at least 1"
-        )
-    if state is not None and state.shape != h[:, 0].shape:
-        raise ValueError(f"state {tuple(state.shape)} must be (B, D) = {tuple(h[:, 0].shape)}")
-    backend = choose_form("the log recurrence", backend, ("naive", "chunked", "triton"), h)
+    if log_p.shape != h.shape or (state is not None and state.shape != h[:, 0].shape):
+        shapes = [tuple(x.shape) for x in (log_p, h, state) if x is not None]
+        raise ValueError(f"{shapes} must be (B, T, D), (B, T, D) and, of the state, (B, D)")
+    backend = choose_backend("the log recurrence", backend, ("naive", "chunked", "triton"), h)
     if backend == "naive":
         return naive_log_recurrence(log_p, h, state)
     refuse_transforms(*NAMES, log_p, h, state)
@@ -69,8 +66,7 @@ def log_recurrence(
 @operator("log_recurrence")
 def _recur(log_p: Tensor, h: Tensor, start: Tensor, backend: str) -> Tensor:
     """log_p (B, T, D), h (B, T, D), start (B, D) -> s (B, T, D) in the type of start."""
-    if log_p.device.type == "cpu" and log_p.amax() > 0:
-        raise ValueError(f"log_p has a maximum of {float(log_p.amax())}: it must be at most 0")
+    check_gates("log_p", log_p)
     s: Tensor = _form(backend).forward(log_p, h, start)
     return s
 

@@ -25,17 +25,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.ops.custom import in_chunks
-
 # Tokens: T / C chunks of C steps take C + T / C dependent steps, fewest near C = sqrt(T).
-CHUNK = 32
+STEPS = 32
 
 
 def forward(log_p: Tensor, h: Tensor, start: Tensor) -> Tensor:
     """log_p (B, T, D), h (B, T, D), start (B, D) -> s (B, T, D) in the type of start."""
     T = h.shape[1]
-    log_p = _chunk(log_p.to(start.dtype), 0.0)  # (B, N, C, D)
-    h = _chunk(h.to(start.dtype), -torch.inf)
+    log_p = _split(log_p.to(start.dtype), 0.0)  # (B, N, C, D)
+    h = _split(h.to(start.dtype), -torch.inf)
     _, N, C, _ = h.shape
     local = h.clone()
     A = log_p.clone()
@@ -61,8 +59,8 @@ def backward(
     a = (wide_p + previous - s).exp_()  # (B, T, D)
     # The product of a over the tokens after a chunk's first, up to the next chunk's first. All s
     # but those of the two firsts cancel. The sum of log_p begins one token later: hence the roll.
-    first = s[:, :: min(CHUNK, s.shape[1])].double()  # (B, N, D)
-    log_decay = _chunk(wide_p.roll(-1, 1), 0.0).double().sum(2)
+    first = s[:, :: min(STEPS, s.shape[1])].double()  # (B, N, D)
+    log_decay = _split(wide_p.roll(-1, 1), 0.0).double().sum(2)
     across = (log_decay[:, :-1] + first[:, :-1] - first[:, 1:]).exp_()
     a_of_next = pad(a[:, 1:], (0, 0, 0, 1))
     g = _reverse_linear_recurrence(a_of_next, g_s, across)
@@ -78,8 +76,8 @@ def _reverse_linear_recurrence(a: Tensor, g: Tensor, across: Tensor) -> Tensor:
     token, in float64.
     """
     T = g.shape[1]
-    a = _chunk(a, 0.0)  # (B, N, C, D)
-    r = _chunk(g, 0.0).clone()
+    a = _split(a, 0.0)  # (B, N, C, D)
+    r = _split(g, 0.0).clone()
     _, N, C, _ = r.shape
     for t in reversed(range(C - 1)):
         r[:, :, t].addcmul_(a[:, :, t], r[:, :, t + 1])
@@ -92,5 +90,10 @@ def _reverse_linear_recurrence(a: Tensor, g: Tensor, across: Tensor) -> Tensor:
     return r.flatten(1, 2)[:, :T].contiguous()
 
 
-def _chunk(x: Tensor, fill: float) -> Tensor:
-    return in_chunks(x, min(CHUNK, x.shape[1]), fill)
+def _split(x: Tensor, fill: float) -> Tensor:
+    """(B, T, D) -> (B, N, C, D): a view, unless the last chunk must be padded."""
+    C = min(STEPS, x.shape[1])
+    missing = -x.shape[1] % C
+    if missing:
+        x = pad(x, (0, 0, 0, missing), value=fill)
+    return x.unflatten(1, (-1, C))

@@ -88,7 +88,7 @@ def _join_logs(A, s, log_p, h):
 
 @triton.jit
 def _join(a, r, share, g):
-    """The same for a linear recurrence: the product of the shares, and the sum of both runs."""
+    """For a linear recurrence: the product of two runs' shares, and the sum of both runs."""
     return a * share, r * share + g
 
 
@@ -150,6 +150,7 @@ def recurrence_backward(
     C: tl.constexpr,
     BD: tl.constexpr,
 ):
+    # Pointers to these features of a sequence.
     b = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     s_start = tl.load(start + b * D + d, mask=d < D, other=0.0)
@@ -161,7 +162,7 @@ def recurrence_backward(
     later = tl.zeros([BD], tl.float64)
     s_later = tl.full([BD], float("inf"), tl.float64)
     for behind in range(0, T, C):
-        # From the last token to the first.
+        # Load C tokens, from the last one to the first: g, s_t, s_{t+1} and log_p_{t+1}.
         t = T - 1 - behind - tl.arange(0, C).to(tl.int64)[:, None]
         known = (t >= 0) & (d < D)[None, :]
         followed = known & (t < T - 1)
@@ -169,10 +170,11 @@ def recurrence_backward(
         now = tl.load(s + dense + t * D, mask=known, other=0.0)
         after = tl.load(s + dense + (t + 1) * D, mask=followed, other=0.0)
         p_after = tl.load(log_p + (t + 1) * p_token, mask=followed, other=0.0).to(ACC)
+        # The gradient of s_t through all later tokens: a scan, and what comes from behind these.
         share = tl.where(followed, tl.exp(p_after + now - after), 0.0)  # of s_t in s_{t+1}
         weight, local = tl.associative_scan((share, g), 0, _join)
         g = local + weight * later.to(ACC)[None, :]
-
+        # Gradients of log_p, of h, and of the state before the first token.
         before = tl.load(s + dense + (t - 1) * D, mask=known & (t > 0), other=0.0)
         before = tl.where(t > 0, before, s_start[None, :])
         p = tl.load(log_p + t * p_token, mask=known, other=0.0).to(ACC)
@@ -182,7 +184,7 @@ def recurrence_backward(
         tl.store(g_p + dense + t * D, p_gradient, mask=known)
         tl.store(g_h + dense + t * D, x_gradient, mask=known)
         tl.store(g_start + b * D + d[None, :] + 0 * t, p_gradient, mask=known & (t == 0))
-
+        # Carry the gradient at the first of these tokens to those before, in float64.
         s_first = _last_row(now, C)
         across = tl.exp(tl.sum(p_after.to(tl.float64), 0) + s_first - s_later)
         later = _last_row(local, C) + across * later

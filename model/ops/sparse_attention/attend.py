@@ -40,11 +40,7 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern
     Returns:
         y (B, H, T, D) in the type of q; 0 where a query has no key. Sums are kept in float32, or
         float64 for float64.
-
-    Raises:
-        ValueError: shapes do not match.
     """
-    _check_shapes(q, k, v, len(patterns))
     q, k, v = as_autocast(q, k, v)
     if q.numel() == 0:  # the kernels would divide by 0
         return q.clone()
@@ -63,17 +59,6 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern
     computed = [head for heads in heads_of.values() for head in heads]
     order = torch.tensor(computed, device=q.device).argsort()
     return torch.cat(results, dim=1)[:, order]
-
-
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, n_patterns: int) -> None:
-    B, H, T, D = q.shape
-    G = k.shape[1]
-    fits = k.shape == v.shape == (B, G, T, D) and H % G == 0
-    if not fits or n_patterns not in (1, H):
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        raise ValueError(
-            f"{shapes} and {n_patterns} patterns: need (B, H, T, D), (B, G, T, D) twice, and 1 or H"
-        )
 
 
 def document_attention(
@@ -136,8 +121,7 @@ def forgetting_attention(
     if not q.is_cuda or q.dtype.itemsize != 2:
         return None
     name = "softmax attention that forgets"
-    form = choose_form(name, "auto", ("dense", "flex"), q, why_not=_why_not_flex)
-    if form == "dense":
+    if choose_form(name, "dense", "flex", q, _why_not_flex) == "dense":
         return None
     return _by_flex_attention(q, k, v, CAUSAL, starts, log_f=log_f)
 
@@ -149,7 +133,7 @@ def repeated(x: Tensor, H: int) -> Tensor:
 
 def _form(q: Tensor) -> str:
     """Choose "masks" or "flex"."""
-    return choose_form("sparse attention", "auto", ("masks", "flex"), q, why_not=_why_not_flex)
+    return choose_form("sparse attention", "masks", "flex", q, _why_not_flex)
 
 
 def _why_not_flex(device: str, index: int | None, dtype: torch.dtype, head_dim: int) -> str | None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from model.ops.gates import forgotten
+from model.ops.gates import sum_gates
 from model.ops.sparse_attention.patterns import Pattern, document_pattern_mask, pattern_mask
 
 
@@ -50,7 +50,7 @@ def masked_attention(
     v = v.repeat_interleave(n_shared, dim=1)
     scores = q @ k.mT * q.shape[-1] ** -0.5
     if log_f is not None:
-        scores = scores + forgotten(log_f).squeeze(-1)
+        scores = scores + sum_gates(log_f).squeeze(-1)
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1) * mask  # (B, H, T, S)
     return weights.to(v.dtype) @ v
