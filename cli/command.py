@@ -13,7 +13,7 @@ from typing import Any, NoReturn, get_type_hints
 import yaml
 from pydantic import create_model
 
-from cli.compose import compose, quote_numbers, quote_texts
+from cli.compose import quote_numbers, quote_texts
 from cli.help import decode_explained, help_of, with_comments
 from cli.mistakes import check_form, explain_dashes
 from cli.stored_settings import compose_command
@@ -180,7 +180,7 @@ def _run(
             resolve_name(after_sweep)(folder)
         return
     # An unknown key is refused at once: importing the class of the settings takes seconds.
-    compose(config_name, flags.options, flags.config_dir, complete=False)
+    compose_command(config_name, flags.options, flags.config_dir, complete=False)
     config = composed(flags.options, complete=not flags.cfg)
     if flags.cfg == "run_dir":  # for scripts that look into the folder
         print(config["run_dir"])

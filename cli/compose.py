@@ -45,7 +45,7 @@ def compose(
             value is missing.
     """
     # Hydra reads the files of configs/, and those of the user's folder.
-    options = read_options(overrides)
+    options = [str(option.input_line) for option in parse_options(overrides)]
     if config_dir:
         folder = Path(os.path.expanduser(config_dir)).resolve()
         if not folder.is_dir():
@@ -88,31 +88,29 @@ def quote_texts(options: Iterable[str], text_keys: Collection[str]) -> list[str]
     return quoted
 
 
-def read_options(options: Iterable[str]) -> list[str]:
-    """Return options as Hydra's grammar writes them: keys inside {} bare, and texts quoted."""
+def parse_options(options: Iterable[str]) -> list[Override]:
+    """Parse options by Hydra's grammar: keys inside {} become bare, and texts quoted.
+
+    Raises:
+        UserError: Hydra cannot read an option.
+    """
     parse = OverridesParser.create().parse_override
-    in_grammar = []
+    parsed = []
     for option in map(_bare_keys, options):
         try:
-            parse(option)
-            in_grammar.append(option)
+            parsed.append(parse(option))
         except HydraException:
-            in_grammar.append(_quoted(option))
-    return in_grammar
-
-
-def parse_options(options: Iterable[str]) -> list[Override]:
-    """Parse options by Hydra's grammar. Raises UserError: Hydra cannot read one."""
-    try:
-        return OverridesParser.create().parse_overrides(read_options(options))
-    except HydraException as error:
-        raise UserError(explain_error(error)) from None
+            try:
+                parsed.append(parse(_quoted(option)))
+            except HydraException as error:
+                raise UserError(explain_error(error)) from None
+    return parsed
 
 
 def quote_numbers(
     options: Iterable[str], settings_class: Callable[[], type[Settings]]
 ) -> list[str]:
-    """Quote numbers, true and false where the settings have a text or a path: run_dir=007.
+    """Quote numbers, true and false where the settings have a text or a path: run_dir=1e3.
 
     The class of the settings is imported if there is a number.
     """

@@ -64,11 +64,16 @@ def compose_command(
 
 
 def _typed_values(options: list[str]) -> JsonDict:
-    """Return the options' values by key. An option that deletes a key has the key "~"."""
+    """Return the options' values by key, numbers as they were typed: 1e3.
+
+    An option that deletes a key has the key "~".
+    """
     values = {}
     for option in parse_options(options):
         key = "~" if option.is_delete() else option.key_or_group
-        values[key] = option.value()
+        is_number = isinstance(option.value(), int | float)
+        word = str(option.input_line).partition("=")[2]
+        values[key] = word if is_number else option.value()
     return values
 
 

@@ -42,6 +42,13 @@ _ERROR = "error.txt"
 """The file in a job's folder that says why it failed."""
 
 
+_HYDRA = """
+defaults: [_self_, override hydra/job_logging: disabled, override hydra/hydra_logging: disabled]
+hydra: {output_subdir: null, sweep: {dir: null, subdir: .}, job: {name: null}}
+"""
+"""Hydra's settings for a sweep. Our commands print for themselves."""
+
+
 class AlreadyReportedError(Exception):
     """A job of a sweep failed and has printed why."""
 
@@ -235,13 +242,9 @@ def _settings_of_hydra(
     Returns:
         The configuration, with Hydra's own settings and the options for them.
     """
-    logging = [{f"override hydra/{name}": "disabled"} for name in ("job_logging", "hydra_logging")]
-    settings = {
-        "sweep": {"dir": folder, "subdir": "."},
-        "output_subdir": None,
-        "job": {"name": config_name},
-    }
-    config = OmegaConf.create({"defaults": ["_self_", *logging], "hydra": settings})
+    config = OmegaConf.create(_HYDRA)
+    OmegaConf.update(config, "hydra.sweep.dir", folder)
+    OmegaConf.update(config, "hydra.job.name", config_name)
     for key in keys:
         OmegaConf.update(config, key, None)
     ConfigStore.instance().store("sweep", config)
