@@ -27,8 +27,6 @@ LONGEST_LINE = 2**28
 _READ_BYTES = 2**20
 # Small, because a hostile archive can unpack to 30,000 times its size.
 _PACKED_BYTES = 4_096
-# Bytes of unpacked content at a time: few enough to split even if all are newlines.
-_CHUNK_BYTES = 2**21
 # What unpacks a frame of an archive, and the error of a damaged one. xz -9 needs 65 MB.
 _FORMATS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     ".gz": (lambda: zlib.decompressobj(wbits=31), zlib.error),
@@ -278,8 +276,8 @@ def _decompressed(
             except broken as error:
                 is_long = re.search("too much memory|usage limit", str(error))
                 raise Unreadable(LONG_WINDOW if is_long else "corrupted archive") from None
-            for start in range(0, len(content), _CHUNK_BYTES):
-                yield content[start : start + _CHUNK_BYTES]
+            if content:  # the first chunk of a file tells whether it is text
+                yield content
             chunk = b""
             if frame.eof:
                 chunk = frame.unused_data

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from common.settings import JsonDict, UserError
-from data.tokenizers.interface import Tokenizer, TokenizerId
+from data.tokenizers.interface import Tokenizer
 
 MARKERS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|untrained|>")
 """The last is in datasets only. Models read <|assistant|> there, and do not learn the answer."""
@@ -21,6 +21,8 @@ NO_ROLE = "a message whose role is not system, user or assistant"
 
 class ChatTokenizer(Tokenizer):
     """Another tokenizer with MARKERS after its last id. Text that spells a marker is plain text."""
+
+    markers = MARKERS
 
     def __init__(self, inner: Tokenizer) -> None:
         """Add the markers to `inner`.
@@ -48,11 +50,6 @@ class ChatTokenizer(Tokenizer):
     def end_ids(self) -> tuple[int, ...]:
         """The ids that end a generated text: <|endoftext|> and all markers."""
         return self.eot_id, *range(self.inner.n_vocab, self.n_vocab)
-
-    @property
-    def id(self) -> TokenizerId:
-        """The identity of the tokenizer, with the markers."""
-        return super().id.model_copy(update={"markers": [*MARKERS]})
 
     @functools.cached_property
     def sha256(self) -> str:

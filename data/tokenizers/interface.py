@@ -53,6 +53,8 @@ class Tokenizer(ABC):
     """The bytes of each id; for <|endoftext|> and other special tokens, their names."""
     eot_id: int
     """The id of <|endoftext|>."""
+    markers: Sequence[str] = ()
+    """The names of the last ids, in a tokenizer of conversations."""
 
     @property
     def n_vocab(self) -> int:
@@ -68,7 +70,11 @@ class Tokenizer(ABC):
     def id(self) -> TokenizerId:
         """The identity of the tokenizer, as datasets store it."""
         return TokenizerId(
-            name=self.name, n_vocab=self.n_vocab, sha256=self.sha256, eot_id=self.eot_id
+            name=self.name,
+            n_vocab=self.n_vocab,
+            sha256=self.sha256,
+            eot_id=self.eot_id,
+            markers=[*self.markers],
         )
 
     @functools.cached_property
