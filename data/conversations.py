@@ -11,15 +11,15 @@ from collections import defaultdict
 import numpy as np
 
 from common.settings import UserError
-from data.chat import IGNORED, answer_targets
-from data.documents import document_ends
+from data.document_index import read_ends
 from data.shards import TokenStream
+from data.tokenizers.chat import IGNORED, answer_targets
 
 Ranges = list[tuple[int, int]]
 """Tokens [start, stop) of a split."""
 
 
-def pack(lengths: np.ndarray, seq_len: int) -> np.ndarray:
+def pack_rows(lengths: np.ndarray, seq_len: int) -> np.ndarray:
     """Return the row of each item, int64 (n,): rows of seq_len tokens, filled best-fit.
 
     Each item goes into the row with the least room that is enough, or into a new row. Items are not
@@ -64,17 +64,23 @@ class Conversations:
         """Read the indexes of the split, and the conversations that are longer than a row.
 
         Raises:
-            UserError: there are none, an index is damaged, or no answer fits into a row.
+            UserError: the dataset has no conversations, an index is damaged, or no answer fits into
+                a row.
         """
-        if not stream.has_markers:
+        if not stream.manifest.tokenizer.markers:
             raise UserError(
                 f"data.loss=answers needs conversations, and dataset_dir={stream.dataset_dir} has "
                 "none: prepare it with data=chat, or use data.loss=all"
             )
         self.stream = stream
         self.seq_len = seq_len
-        starts, stops, sets = _documents(stream)
+        # Where each conversation is in the split, without its <|endoftext|>, and its set.
+        shards = [(np.empty(0, np.int64), np.empty(0, np.int64)), *read_ends(stream)]
+        ends, sets = map(np.concatenate, zip(*shards, strict=True))
+        starts = np.append(0, ends)[:-1]
+        stops = ends - 1
         self.n_conversations = len(starts)
+        # Read those that are cut: what is lost, and which of them have no answer left.
         is_long = stops - starts > seq_len
         self.n_long = int(is_long.sum())
         self.n_lost_targets = 0
@@ -84,6 +90,7 @@ class Conversations:
             _, targets = self._read(int(starts[number]), int(stops[number]))
             self.n_lost_targets += int((targets[seq_len:] >= 0).sum())
             has_answer[number] = (targets[:seq_len] >= 0).any()
+        # Leave these out, and cut the others.
         starts = starts[has_answer]
         stops = np.minimum(stops[has_answer], starts + seq_len)
         sets = sets[has_answer]
@@ -93,6 +100,7 @@ class Conversations:
                 "raise seq_len, or prepare more conversations"
             )
         rows, self._sets = _pack_sets(stops - starts, sets, seq_len)
+        # Sort by row, so that the conversations of a row are a slice.
         order = np.argsort(rows, kind="stable")
         self._starts = starts[order]
         self._stops = stops[order]
@@ -124,7 +132,7 @@ class Conversations:
 
     def _read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return <|endoftext|> with tokens [start, stop - 1), and the targets after each."""
-        ids = np.append(self.stream.eot_id, self.stream.read(start, stop))
+        ids = np.append(self.stream.eot_id, self.stream.read_stored(start, stop))
         return answer_targets(ids, self.stream.n_vocab)
 
     def summary(self) -> str:
@@ -148,21 +156,9 @@ def _pack_sets(
     n_rows = 0
     for number in np.unique(sets).tolist():
         is_in_set = sets == number
-        packed = pack(lengths[is_in_set], seq_len)
+        packed = pack_rows(lengths[is_in_set], seq_len)
         rows[is_in_set] = n_rows + packed
         n_new = int(packed.max()) + 1
         sets_of_rows.append(np.full(n_new, number))
         n_rows += n_new
     return rows, np.concatenate(sets_of_rows)
-
-
-def _documents(stream: TokenStream) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return where each document starts and stops in the split, and its set.
-
-    Its <|endoftext|> is left out.
-    """
-    shards = [(np.empty(0, np.int64), np.empty(0, np.int64)), *document_ends(stream)]
-    ends = np.concatenate([ends for ends, _ in shards])
-    sets = np.concatenate([sets for _, sets in shards])
-    starts = np.append(0, ends)[:-1]
-    return starts, ends - 1, sets

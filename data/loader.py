@@ -12,11 +12,12 @@ import numpy as np
 
 from common.numbers import ceil_div
 from common.settings import UserError
-from data.chat import IGNORED, as_read
+from data.config import Weights
 from data.conversations import Conversations, Ranges
-from data.mixture import Mixture, Weights, check_sets, owners_in
-from data.permutation import shuffled
+from data.mixture import Mixture, find_owners
+from data.permutation import shuffle_places
 from data.shards import TokenStream
+from data.tokenizers.chat import IGNORED
 
 Batch = tuple[np.ndarray, np.ndarray]
 
@@ -58,8 +59,6 @@ class Windows:
         targets = np.full(self.seq_len, IGNORED, np.int64)
         start, stop = self.bounds(number)
         tokens = self.stream.read(start, stop + 1)
-        if self.stream.has_markers:
-            tokens = as_read(tokens, self.stream.n_vocab)
         token_ids[: stop - start] = tokens[:-1]
         targets[: stop - start] = tokens[1:]
         if start > 0:
@@ -70,21 +69,12 @@ class Windows:
 class FullWindows(Windows):
     """The windows of a text to train on. A rest that is shorter than seq_len is left out."""
 
-    def __init__(self, stream: TokenStream, seq_len: int) -> None:
-        """Raises UserError if the split is shorter than one window."""
-        if stream.n_tokens < seq_len + 1:
-            raise UserError(
-                f"{seq_len=} needs {seq_len + 1} tokens, split '{stream.split}' has "
-                f"{stream.n_tokens}: lower seq_len or prepare more text"
-            )
-        super().__init__(stream, seq_len)
-
     def __len__(self) -> int:
         return (self.stream.n_tokens - 1) // self.seq_len
 
     def owners(self) -> np.ndarray:
         """Return the set that most tokens of each row are from, (n_rows,)."""
-        return owners_in(self.stream, len(self), self.seq_len)
+        return find_owners(self.stream, len(self), self.seq_len)
 
     def ranges(self, number: int) -> Ranges:
         """Return where the row's tokens and its last target are in the split."""
@@ -98,11 +88,19 @@ Rows = FullWindows | Conversations
 def open_rows(stream: TokenStream, seq_len: int, loss: str = "all") -> Rows:
     """Return a split's conversations if the loss is on answers, else its windows.
 
+    Args:
+        loss: as data.loss in train.py.
+
     Raises:
         UserError: the split has no row.
     """
     if loss == "answers":
         return Conversations(stream, seq_len)
+    if stream.n_tokens < seq_len + 1:
+        raise UserError(
+            f"{seq_len=} needs {seq_len + 1} tokens, split '{stream.split}' has "
+            f"{stream.n_tokens}: lower seq_len or prepare more text"
+        )
     return FullWindows(stream, seq_len)
 
 
@@ -123,8 +121,15 @@ class TrainBatches:
 
     def mix(self, weights: Weights) -> None:
         """Draw sequences from the dataset's sets by their weights. Errors are those of Mixture."""
-        check_sets(self.rows.stream, weights)
-        names = self.rows.stream.manifest.set_names
+        stream = self.rows.stream
+        sets = stream.manifest.splits[stream.split].sets
+        unknown = sorted(weights.keys() - sets.keys())
+        if unknown:
+            raise UserError(
+                f"data.mixture gives a weight to {unknown[0]!r}, which is not a set of "
+                f"dataset_dir={stream.dataset_dir}: its sets are {', '.join(sorted(sets))}"
+            )
+        names = stream.manifest.set_names
         self.mixture = Mixture(self.rows.owners(), names, weights, self.seed)
 
     def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
@@ -141,7 +146,7 @@ class TrainBatches:
         sequences = step * self.batch_size + np.arange(start, stop)
         if self.mixture is not None:
             return self.mixture.rows(sequences)
-        return shuffled(sequences, len(self.rows), key=str(self.seed))
+        return shuffle_places(sequences, len(self.rows), key=str(self.seed))
 
 
 def _read_rows(rows: Windows | Conversations, numbers: Sequence[int]) -> Batch:
@@ -206,7 +211,7 @@ class EvalBatches:
         return _read_rows(self.all_rows, self._numbers[start:stop])
 
 
-def eval_batches(
+def open_eval_batches(
     stream: TokenStream,
     seq_len: int,
     n_rows: int | None = None,

@@ -2,31 +2,30 @@
 
 Any step can be computed alone.
 
-owners      A window belongs to the set that most of its tokens are from, computed at the start from
-            the indexes of the shards. In memory, a window takes at most four bytes, and more during
-            the start.
-quotas      Sequences of each set in a period. A set's share of the sequences is its weight times
-            the number of its windows, divided by the sum over sets.
-fair_order  The set of each sequence, such that every count is always less than 1 off its share: a
-            table of one period, after which every count equals its share and the order repeats.
-shuffled    The window of a set's n-th draw: each window once before any repeats, in a new order
-            every time.
+owners        A window belongs to the set that most of its tokens are from, computed at the start
+              from the indexes of the shards. In memory, a window takes at most four bytes, and more
+              during the start.
+quotas        Sequences of each set in a period. A set's share of the sequences is its weight times
+              the number of its windows, divided by the sum over sets.
+order_fairly  The set of each sequence, such that every count is always less than 1 off its share: a
+              table of one period, after which every count equals its share and the order repeats.
+shuffle       The window of a set's n-th draw: each window once before any repeats, in a new order
+              every time.
 """
 
 import heapq
 import math
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
-from typing import Annotated
 
 import numpy as np
-from pydantic import Field
 
 from common.console import Track, warn
 from common.numbers import ceil_div
 from common.settings import UserError
-from data.documents import document_ends
-from data.permutation import shuffled
+from data.config import Weights
+from data.document_index import read_ends
+from data.permutation import shuffle_places
 from data.shards import TokenStream
 
 PERIOD = 1_000_000
@@ -36,10 +35,8 @@ Shares without such a small common denominator are rounded to millionths.
 """
 _MANY_EPOCHS = 20
 
-Weights = dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
 
-
-def epochs(passes: float) -> str:
+def format_epochs(passes: float) -> str:
     """Return in words how often data is read: "0.25 epochs", "1,200 epochs"."""
     return f"{passes:.3g} epochs" if passes < 1000 else f"{passes:,.0f} epochs"
 
@@ -48,7 +45,7 @@ def warn_of_epochs(passes: float) -> None:
     """Warn if a run reads its data too often."""
     if passes > _MANY_EPOCHS:
         warn(
-            f"the run reads its data for {epochs(passes)}, and learns it by heart: "
+            f"the run reads its data for {format_epochs(passes)}, and learns it by heart: "
             "give epochs=3, fewer max_steps, or more data"
         )
 
@@ -82,9 +79,9 @@ class Mixture:
             raise UserError(
                 "data.mixture leaves nothing to train on: give at least one set a weight above 0"
             )
-        self.quotas = np.array(whole_quotas(amounts))
+        self.quotas = np.array(round_quotas(amounts))
         """Sequences of each set in a period."""
-        self._order, self._rank = fair_order(self.quotas.tolist())
+        self._order, self._rank = order_fairly(self.quotas.tolist())
 
     def shares(self, n: int) -> str:
         """Return each set's share of the first n sequences of a run, and its epochs, in words."""
@@ -92,7 +89,9 @@ class Mixture:
         descriptions = []
         for name, share, windows in zip(self.names, shares, self._windows, strict=True):
             if share:
-                descriptions.append(f"{name} {share:.3%} ({epochs(n * share / windows.size)})")
+                descriptions.append(
+                    f"{name} {share:.3%} ({format_epochs(n * share / windows.size)})"
+                )
         return ", ".join(descriptions)
 
     def rows(self, sequences: np.ndarray) -> np.ndarray:
@@ -105,22 +104,11 @@ class Mixture:
             is_drawn = sets == number
             set_windows = self._windows[number]
             key = f"{self.seed}/{self.names[number]}"
-            windows[is_drawn] = set_windows[shuffled(draws[is_drawn], set_windows.size, key)]
+            windows[is_drawn] = set_windows[shuffle_places(draws[is_drawn], set_windows.size, key)]
         return windows
 
 
-def check_sets(stream: TokenStream, weights: Weights) -> None:
-    """Raise UserError if a weight is of a set that the split does not have."""
-    sets = stream.manifest.splits[stream.split].sets
-    unknown = sorted(weights.keys() - sets.keys())
-    if unknown:
-        raise UserError(
-            f"data.mixture gives a weight to {unknown[0]!r}, which is not a set of "
-            f"dataset_dir={stream.dataset_dir}: its sets are {', '.join(sorted(sets))}"
-        )
-
-
-def owners_in(stream: TokenStream, n_windows: int, seq_len: int) -> np.ndarray:
+def find_owners(stream: TokenStream, n_windows: int, seq_len: int) -> np.ndarray:
     """Return the set that most tokens of each window of a split are from, (n_windows,).
 
     Raises:
@@ -130,14 +118,14 @@ def owners_in(stream: TokenStream, n_windows: int, seq_len: int) -> np.ndarray:
     with Track("finding the sets of windows, documents", n_documents) as track:
 
         def documents() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-            for ends, sets in document_ends(stream):
+            for ends, sets in read_ends(stream):
                 yield ends, sets
                 track.advance(ends.size)
 
-        return owners_of_windows(documents(), len(stream.manifest.set_names), n_windows, seq_len)
+        return compute_owners(documents(), len(stream.manifest.set_names), n_windows, seq_len)
 
 
-def owners_of_windows(
+def compute_owners(
     documents: Iterable[tuple[np.ndarray, np.ndarray]], n_sets: int, n_windows: int, seq_len: int
 ) -> np.ndarray:
     """Return the set that most tokens of each window are from, (n_windows,).
@@ -177,7 +165,7 @@ def owners_of_windows(
     return owners
 
 
-def whole_quotas(amounts: list[Fraction]) -> list[int]:
+def round_quotas(amounts: list[Fraction]) -> list[int]:
     """Return integers in the ratio of `amounts`, with a sum of at most about PERIOD.
 
     An amount above 0 gives at least 1.
@@ -192,7 +180,7 @@ def whole_quotas(amounts: list[Fraction]) -> list[int]:
     return [max(1, round(Fraction(n * PERIOD, total))) if n else 0 for n in integers]
 
 
-def fair_order(quotas: list[int]) -> tuple[np.ndarray, np.ndarray]:
+def order_fairly(quotas: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Order sum(quotas) draws, quotas[s] of them from set s: each set has its share at any time.
 
     After any n draws, the count of s is n * quotas[s] / sum(quotas) rounded up or down: the j-th

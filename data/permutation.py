@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 
 
-def shuffled(places: np.ndarray, n: int, key: str) -> np.ndarray:
+def shuffle_places(places: np.ndarray, n: int, key: str) -> np.ndarray:
     """Return the members at `places` of an endless sequence of different shuffles of range(n).
 
     int64 (m,) -> int64 (m,).
@@ -14,11 +14,11 @@ def shuffled(places: np.ndarray, n: int, key: str) -> np.ndarray:
     members = np.empty_like(places_within)
     for number in np.unique(shuffles).tolist():
         in_shuffle = shuffles == number
-        members[in_shuffle] = permute(places_within[in_shuffle], n, key=f"{key}/{number}")
+        members[in_shuffle] = permute_places(places_within[in_shuffle], n, key=f"{key}/{number}")
     return members
 
 
-def permute(places: np.ndarray, n: int, key: str) -> np.ndarray:
+def permute_places(places: np.ndarray, n: int, key: str) -> np.ndarray:
     """Return where a permutation of range(n) puts `places`, without a table.
 
     int64 (m,) -> int64 (m,). A Feistel network permutes the next power of four; places that land

@@ -7,7 +7,7 @@ val-00000.bin ...      document is ended by <|endoftext|>, and lies in one shard
 train-00000.idx ...    which documents these are: HEADER (32 bytes), then a RECORD (22 bytes) for
 val-00000.idx ...      each, in order
 
-data/prepare/spans.py writes shards, data/documents.py finds documents in them, and
+data/prepare/spans.py writes shards, data/document_index.py finds documents in them, and
 data/prepare/verify.py recomputes what the manifest says.
 """
 
@@ -16,15 +16,18 @@ import functools
 import hashlib
 import itertools
 import struct
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from common.files import file_size, read_json, sha256_file
-from common.settings import JsonDict, Settings, UserError, decode
+from common.settings import JsonDict, UserError, decode
+from data.tokenizers.chat import replace_untrained
+from data.tokenizers.interface import Sha256, Strict, TokenizerId
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -41,7 +44,6 @@ input: a number into the manifest's inputs.
 number: its number in that input, from 1.
 set: a number into `Shard.sets`.
 """
-MAX_SETS = 2**16
 _VERSION = 3  # of the manifest
 
 
@@ -54,16 +56,9 @@ def _printable(name: str) -> str:
 _MOST = 2**48  # the largest count in a manifest, so that sums and sizes in bytes fit into int64
 
 SplitName = Literal["train", "val"]
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, le=_MOST)]
 PositiveCount = Annotated[int, Field(ge=1, le=_MOST)]
 SetName = Annotated[str, Field(min_length=1), AfterValidator(_printable)]
-
-
-class Strict(Settings):
-    """Base of what is read from JSON files of any origin: no text is accepted as a number."""
-
-    model_config = ConfigDict(strict=True)
 
 
 class Counts(Strict):
@@ -101,31 +96,12 @@ class Split(Strict):
     @property
     def total(self) -> Counts:
         """Total over all sets."""
-        return total_of(self.sets.values())
+        return sum_counts(self.sets.values())
 
     @functools.cached_property
     def ends(self) -> list[int]:
         """Where each shard ends, in tokens of the split."""
         return list(itertools.accumulate(shard.tokens for shard in self.shards))
-
-
-class TokenizerId(Strict):
-    """Which tokenizer made the ids."""
-
-    name: str
-    n_vocab: Annotated[int, Field(ge=2, le=2**32)]
-    sha256: Sha256
-    """As in `Tokenizer.sha256`."""
-    eot_id: Count
-    """The id of <|endoftext|>."""
-    markers: list[str] = Field(default=[], exclude_if=lambda markers: not markers)
-    """The last ids, in order: what begins and ends the texts of conversations."""
-
-    @model_validator(mode="after")
-    def _check_end(self) -> "TokenizerId":
-        if self.eot_id >= self.n_vocab:
-            raise ValueError(f"eot_id={self.eot_id} is not one of {self.n_vocab} ids")
-        return self
 
 
 class Manifest(Strict):
@@ -135,7 +111,7 @@ class Manifest(Strict):
     tokenizer: TokenizerId
     inputs: list[str]
     """The files or other sources that were read, in order."""
-    set_names: Annotated[list[SetName], Field(max_length=MAX_SETS)]
+    set_names: Annotated[list[SetName], Field(max_length=2**16)]
     """The sets that documents are counted under, in the order of their first document."""
     splits: Annotated[dict[SplitName, Split], Field(min_length=2)]
     skipped: dict[str, Count]
@@ -145,30 +121,17 @@ class Manifest(Strict):
 
     @model_validator(mode="after")
     def _check_shards(self) -> "Manifest":
-        if len(set(self.set_names)) < len(self.set_names):
-            raise ValueError("set_names has a name twice")
         for name, split in self.splits.items():
             for i, shard in enumerate(split.shards):
-                file = shard_file(name, i)
+                file = name_shard(name, i)
                 if shard.file != file:
                     raise ValueError(f"shard {i} of {name} is {shard.file!r}, must be {file!r}")
-                if max(shard.sets, default=0) >= len(self.set_names):
-                    raise ValueError(
-                        f"shard {shard.file} has the sets {shard.sets} of {len(self.set_names)}"
-                    )
-            unknown = sorted(split.sets.keys() - set(self.set_names))
-            if unknown:
-                raise ValueError(f"set {unknown[0]!r} of {name} is not in set_names")
-            n_tokens = sum(shard.tokens for shard in split.shards)
-            n_documents = sum(shard.documents for shard in split.shards)
-            if (n_tokens, n_documents) != (split.total.tokens, split.total.documents):
-                raise ValueError(f"the shards of {name} do not have the tokens of its sets")
         return self
 
     @property
     def dtype(self) -> np.dtype:
         """The type of the token ids in the shards."""
-        return token_dtype(self.tokenizer.n_vocab)
+        return choose_dtype(self.tokenizer.n_vocab)
 
     def files_of(self, shard: Shard) -> list[tuple[str, int, str]]:
         """Return name, size in bytes and sha256 of the two files of a shard, the index last."""
@@ -189,30 +152,25 @@ class Manifest(Strict):
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def total_of(amounts: Iterable[Counts]) -> Counts:
+def sum_counts(amounts: Iterable[Counts]) -> Counts:
     """Return the sum of amounts."""
-    tokens = 0
-    documents = 0
-    utf8_bytes = 0
+    sums = Counter(tokens=0, documents=0, utf8_bytes=0)
     for counts in amounts:
-        tokens += counts.tokens
-        documents += counts.documents
-        utf8_bytes += counts.utf8_bytes
-    # Unchecked: the sums are compared with the shards later.
-    return Counts.model_construct(tokens=tokens, documents=documents, utf8_bytes=utf8_bytes)
+        sums.update(dict(counts))
+    return Counts.model_construct(None, **sums)  # unchecked: a sum may be above the largest count
 
 
-def shard_file(split: SplitName, number: int) -> str:
+def name_shard(split: SplitName, number: int) -> str:
     """Return the file name of a shard."""
     return f"{split}-{number:05}.bin"
 
 
-def index_header(n_vocab: int) -> bytes:
+def build_header(n_vocab: int) -> bytes:
     """Return the header of every index of a dataset."""
-    return HEADER.pack(MAGIC, _INDEX_VERSION, token_dtype(n_vocab).itemsize, n_vocab, 0)
+    return HEADER.pack(MAGIC, _INDEX_VERSION, choose_dtype(n_vocab).itemsize, n_vocab, 0)
 
 
-def token_dtype(n_vocab: int) -> np.dtype:
+def choose_dtype(n_vocab: int) -> np.dtype:
     """Return the smallest little-endian type that holds every id."""
     return np.dtype("<u2" if n_vocab <= 2**16 else "<u4")
 
@@ -269,10 +227,10 @@ def check_file(path: Path, size: int, sha256: str | None = None) -> None:
         return
     actual_sha256 = sha256_file(path)
     if actual_sha256 != sha256:
-        raise damaged(path, f"its sha256 is {actual_sha256}, the manifest says {sha256}")
+        raise damage_error(path, f"its sha256 is {actual_sha256}, the manifest says {sha256}")
 
 
-def damaged(path: Path, why: str) -> UserError:
+def damage_error(path: Path, why: str) -> UserError:
     """Build the error for a damaged file of a dataset."""
     return UserError(f"{path} is damaged: {why}: prepare the dataset again")
 
@@ -284,37 +242,39 @@ class TokenStream:
     """
 
     def __init__(self, dataset_dir: Path, manifest: Manifest, split: SplitName) -> None:
+        """Open a split."""
         self.dataset_dir = dataset_dir
         self.manifest = manifest
-        self.has_markers = bool(manifest.tokenizer.markers)
-        shards = manifest.splits[split].shards
         self.split = split
-        self.dtype = manifest.dtype
         self.eot_id = manifest.tokenizer.eot_id
         self.n_vocab = manifest.tokenizer.n_vocab
-        self._paths = [dataset_dir / shard.file for shard in shards]
-        self._ends = manifest.splits[split].ends
-        self.n_tokens = self._ends[-1] if shards else 0
+        self._shard_ends = manifest.splits[split].ends
+        self.n_tokens = self._shard_ends[-1] if self._shard_ends else 0
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return tokens [start, stop) as int64 (stop - start,).
+        """Return tokens [start, stop) as models read them, int64 (stop - start,)."""
+        ids = self.read_stored(start, stop)
+        return replace_untrained(ids, self.n_vocab) if self.manifest.tokenizer.markers else ids
+
+    def read_stored(self, start: int, stop: int) -> np.ndarray:
+        """Return tokens [start, stop) as the shards hold them, with <|untrained|>.
 
         Raises:
             UserError: a shard is shorter than its manifest says, or holds invalid token ids.
         """
-        assert 0 <= start <= stop <= self.n_tokens, (start, stop, self.n_tokens)
+        dtype = self.manifest.dtype
         arrays = [np.empty(0, np.int64)]
-        shard = bisect.bisect_right(self._ends, start)
+        shard = bisect.bisect_right(self._shard_ends, start)
         while start < stop:
-            path = self._paths[shard]
-            shard_start = self._ends[shard - 1] if shard else 0
-            offset = (start - shard_start) * self.dtype.itemsize
-            n = min(stop, self._ends[shard]) - start
-            ids = np.fromfile(path, self.dtype, n, offset=offset)
+            # Read from one shard: to its end, or to `stop`.
+            path = self.dataset_dir / name_shard(self.split, shard)
+            shard_start = self._shard_ends[shard - 1] if shard else 0
+            n = min(stop, self._shard_ends[shard]) - start
+            ids = np.fromfile(path, dtype, n, offset=(start - shard_start) * dtype.itemsize)
             if ids.size < n:
-                raise damaged(path, "it is shorter than its manifest says")
+                raise damage_error(path, "it is shorter than its manifest says")
             if int(ids.max()) >= self.n_vocab:
-                raise damaged(path, "it holds ids that its tokenizer does not have")
+                raise damage_error(path, "it holds ids that its tokenizer does not have")
             arrays.append(ids.astype(np.int64))
             start += n
             shard += 1

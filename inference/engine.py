@@ -22,7 +22,7 @@ from torch import Tensor
 
 from common.config_files import config_file
 from common.settings import UserError
-from data.tokenizer import Tokenizer
+from data.tokenizers.build import Tokenizer
 from inference.generation import Generation, Prefix, Request
 from inference.sampling import NOT_FINITE, SamplingConfig, sample_next_tokens
 from model.gpt import GPT

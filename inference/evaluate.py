@@ -12,8 +12,8 @@ from torch import Tensor
 
 from common.figures import draw_or_warn
 from common.settings import JsonDict, UserError
-from data.documents import sets_between
-from data.loader import CutWindows, EvalBatches, Windows, eval_batches
+from data.document_index import read_sets
+from data.loader import CutWindows, EvalBatches, Windows, open_eval_batches
 from data.shards import TokenStream, read_manifest
 from inference.bounds import find_shares_beyond_bounds
 from inference.eval_report import draw_evaluation, show_evaluation
@@ -173,7 +173,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
         n_batches = config.batches or state.eval_batches
     if n_batches is not None:
         n_windows = n_batches * max(1, state.batch_tokens // seq_len)
-    windows = eval_batches(stream, seq_len, n_windows, config.stride, loss)
+    windows = open_eval_batches(stream, seq_len, n_windows, config.stride, loss)
     return Evaluation(config, loaded, windows, contexts, n_batches)
 
 
@@ -274,7 +274,7 @@ def _find_sets(windows: EvalBatches, first: int, n_windows: int) -> Tensor:
             length = 0
             for start, stop in windows.ranges(first + row):
                 targets = slice(length, length + stop - start)
-                sets[row, targets] = sets_between(windows.stream, start, stop)
+                sets[row, targets] = read_sets(windows.stream, start, stop)
                 length = targets.stop
     return torch.from_numpy(sets)
 

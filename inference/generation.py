@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from data.tokenizer import Tokenizer
+from data.tokenizers.build import Tokenizer
 from inference.sampling import SamplingConfig
 from model.gpt import GPTState
 

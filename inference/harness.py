@@ -9,7 +9,7 @@ from rich.table import Table
 
 from common.console import say, show_table, table_of
 from common.settings import JsonDict, UserError, suggest_name
-from data.chat import ChatTokenizer
+from data.tokenizers.chat import ChatTokenizer
 from inference.load import Loaded, ModelConfig, load
 
 # What lm_eval.json keeps of the harness's results.

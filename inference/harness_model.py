@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common.console import Track
 from common.settings import UserError, decode
-from data.chat import IGNORED, parse_message
-from data.tokenizer import Tokenizer
+from data.tokenizers.build import Tokenizer
+from data.tokenizers.chat import IGNORED, parse_message
 from inference.engine import Engine, stream_text
 from inference.generation import Generation, Request
 from inference.sampling import SamplingConfig

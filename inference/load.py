@@ -10,7 +10,7 @@ import torch
 from common.console import say_once
 from common.files import name_of
 from common.settings import JsonDict, Settings
-from data.tokenizer import Tokenizer
+from data.tokenizers.build import Tokenizer
 from model.gpt import GPT
 from runtime.checkpoint import MODEL_FILES, Checkpoint, load_model, open_checkpoint
 from runtime.device import Compute, DeviceConfig, ProcessesConfig, choose_compute

@@ -15,8 +15,8 @@ from pydantic import Field, field_validator, model_validator
 from common.console import console, count, say, write_text
 from common.files import parse_json
 from common.settings import JsonDict, UserError
-from data.chat import ChatTokenizer
-from data.tokenizer import Tokenizer
+from data.tokenizers.build import Tokenizer
+from data.tokenizers.chat import ChatTokenizer
 from inference.engine import Engine, PromptCache, stream_text
 from inference.generation import Generation, Request
 from inference.load import Loaded, ModelConfig, load

@@ -41,7 +41,7 @@ from common.files import (
     write_or_warn,
 )
 from common.settings import Settings, UserError, decode
-from data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
+from data.tokenizers.build import Tokenizer, load_tokenizer, save_tokenizer
 from model.gpt import GPT
 from runtime.distributed import World
 from runtime.state import (

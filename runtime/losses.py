@@ -9,8 +9,8 @@ from torch import Tensor
 
 from common.console import Track
 from common.numbers import ceil_div
-from data.chat import IGNORED
 from data.loader import EvalBatches
+from data.tokenizers.chat import IGNORED
 from model.gpt import GPT, GPTState
 from runtime.device import Compute
 from runtime.distributed import World

@@ -20,7 +20,7 @@ def prepare(*options: str, **settings: Any) -> Path:
     config = configure("prepare", CONFIG, options, settings)
     from data.prepare import dataset
 
-    dataset.prepare(config)
+    dataset.prepare_dataset(config)
     return config.out_dir
 
 
@@ -28,4 +28,4 @@ if __name__ == "__main__":  # worker processes import this file too, and need no
     from cli import command
 
     message = "interrupted; the same command continues from what is written"
-    command("prepare", "data.prepare.dataset:prepare", CONFIG, when_interrupted=message)
+    command("prepare", "data.prepare.dataset:prepare_dataset", CONFIG, when_interrupted=message)

@@ -8,6 +8,6 @@ from cli import command
 if __name__ == "__main__":
     command(
         "train_tokenizer",
-        "data.prepare.vocabulary:learn",
+        "data.prepare.vocabulary:learn_vocabulary",
         when_interrupted="interrupted; nothing was written",
     )

@@ -96,7 +96,7 @@ class Result(NamedTuple):
 @pytest.fixture(scope="session")
 def make_dataset(tmp_path_factory):
     """Makes datasets: of given documents, or of 40,000 bytes to train on and 4,000 to validate."""
-    from data.prepare.dataset import PrepareConfig, prepare
+    from data.prepare.dataset import PrepareConfig, prepare_dataset
 
     def make(seed=0, tokenizer=None, documents=None, val_fraction=0.1, data="jsonl"):
         folder = tmp_path_factory.mktemp("corpus")
@@ -109,7 +109,7 @@ def make_dataset(tmp_path_factory):
             "out_dir": str(folder / "dataset"),
             "val_fraction": val_fraction,
         }
-        prepare(decode(PrepareConfig, raw))
+        prepare_dataset(decode(PrepareConfig, raw))
         return folder / "dataset"
 
     return make

@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 
 from common.settings import decode
-from data.shards import RECORD, Shard, index_header, shard_file, token_dtype
+from data.shards import RECORD, Shard, build_header, choose_dtype, name_shard
 
 
 def write_shards(folder, split, documents, n_vocab=1000, shard_tokens=10**9, sets=None):
@@ -21,9 +21,9 @@ def write_shards(folder, split, documents, n_vocab=1000, shard_tokens=10**9, set
         last = min(int(np.searchsorted(ends, begin + shard_tokens)) + 1, len(documents))
         mine = records[first:last].copy()
         mine["end"] = ends[first:last] - begin
-        file = shard_file(split, len(shards))
-        content = np.concatenate(documents[first:last]).astype(token_dtype(n_vocab)).tobytes()
-        index = index_header(n_vocab) + mine.tobytes()
+        file = name_shard(split, len(shards))
+        content = np.concatenate(documents[first:last]).astype(choose_dtype(n_vocab)).tobytes()
+        index = build_header(n_vocab) + mine.tobytes()
         (folder / file).write_bytes(content)
         (folder / file.replace(".bin", ".idx")).write_bytes(index)
         shard = {

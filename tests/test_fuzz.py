@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.settings import UserError
-from data.documents import documents_in
+from data.document_index import find_documents
 from data.shards import TokenStream, read_manifest
-from data.tokenizer import load_tokenizer
+from data.tokenizers.build import load_tokenizer
 from runtime.checkpoint import find_newest, load_model, open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -140,7 +140,7 @@ def use_dataset(folder):
     load_tokenizer(folder / "tokenizer.json")
     manifest = read_manifest(folder)
     for split in manifest.splits:
-        list(documents_in(TokenStream(folder, manifest, split), 50, 1000))
+        list(find_documents(TokenStream(folder, manifest, split), 50, 1000))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from common.files import open_file, read_json, sha256_file, write_atomic
 from common.settings import UserError, decode
 from data.shards import read_manifest
-from data.tokenizer import read_rank_file
+from data.tokenizers.build import read_rank_file
 from inference.evaluate import EvaluateConfig, run_evaluation
 from inference.sample import SampleConfig, run_sampling
 from runtime.checkpoint import find_newest, open_checkpoint

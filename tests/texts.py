@@ -3,8 +3,8 @@
 import torch
 
 from common.settings import decode
-from data.chat import ChatTokenizer
-from data.tokenizer import BytesConfig, build_tokenizer
+from data.tokenizers.build import BytesConfig, build_tokenizer
+from data.tokenizers.chat import ChatTokenizer
 from inference.engine import PROMPT_CHUNK, read_tokens
 from inference.generation import Generation
 from inference.sampling import SamplingConfig, sample_next_tokens

@@ -13,13 +13,13 @@ from rich.table import Table
 from common.command_line import Items
 from common.console import say, show_table, table_of
 from common.settings import UserError, escape_controls
-from data.chat import answer_targets
 from data.conversations import Ranges
-from data.documents import documents_in
+from data.document_index import find_documents
 from data.loader import TrainBatches, open_rows
-from data.prepare.finish import sets_table
+from data.prepare.finish import build_sets_table
 from data.shards import TOKENIZER, Manifest, SplitName, TokenStream, read_manifest
-from data.tokenizer import load_tokenizer
+from data.tokenizers.build import load_tokenizer
+from data.tokenizers.chat import answer_targets
 from runtime.checkpoint import open_checkpoint
 from runtime.state import TrainState
 
@@ -69,9 +69,9 @@ def inspect_dataset(
                 "give a lower number"
             )
         ranges = [(start, min(start + tokens, stream.n_tokens))]
-        _show(stream, [ranges], tokens, stream.has_markers)
+        _show(stream, [ranges], tokens, bool(manifest.tokenizer.markers))
     if not starts:
-        show_table(sets_table(manifest))
+        show_table(build_sets_table(manifest))
 
 
 def _open_batches(
@@ -136,8 +136,9 @@ def row_text(
 def _are_targets(stream: TokenStream, start: int, stop: int) -> np.ndarray:
     """Return whether tokens [start, stop) of conversations are targets, bool (stop - start,)."""
     are_targets = np.zeros(stop - start, bool)
-    for document in documents_in(stream, start, stop):
-        ids = np.append(stream.eot_id, stream.read(document.start, min(document.stop, stop)))
+    for document in find_documents(stream, start, stop):
+        stored = stream.read_stored(document.start, min(document.stop, stop))
+        ids = np.append(stream.eot_id, stored)
         _, targets = answer_targets(ids, stream.n_vocab)
         first = max(start, document.start)
         are_targets[first - start : document.stop - start] = targets[first - document.start :] >= 0
@@ -151,7 +152,7 @@ def documents_table(stream: TokenStream, rows: list[Ranges]) -> Table:
     )
     for row, ranges in enumerate(rows):
         for start, stop in ranges:
-            for document in documents_in(stream, start, stop):
+            for document in find_documents(stream, start, stop):
                 begin = max(start, document.start)
                 end = min(stop, document.stop)
                 table.add_row(

@@ -12,7 +12,7 @@ from common.console import console, say
 from common.numbers import ceil_div
 from common.settings import JsonDict, UserError, suggest_name
 from data.mixture import warn_of_epochs
-from data.shards import read_manifest, token_dtype
+from data.shards import choose_dtype, read_manifest
 from model.gpt import GPT
 from runtime.device import Compute, is_bfloat16_fast
 from runtime.gpus import DEVICES, device_by_name, device_of_gpu
@@ -186,7 +186,7 @@ def plan_disk(config: PlanConfig, checkpoint: int) -> JsonDict:
         "checkpoint": checkpoint,
         "checkpoints": checkpoint * n_kept,
         "checkpoints_kept": n_kept,
-        "bytes_of_all_tokens": tokens * token_dtype(config.model.n_vocab).itemsize,
+        "bytes_of_all_tokens": tokens * choose_dtype(config.model.n_vocab).itemsize,
     }
     if config.dataset_dir is not None:
         files = [file for file in config.dataset_dir.iterdir() if file.is_file()]

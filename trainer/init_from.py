@@ -8,7 +8,7 @@ from torch import Tensor
 from common.command_line import format_changes
 from common.console import say
 from common.settings import UserError, find_differences
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizers.build import Tokenizer, load_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPT
 from runtime.checkpoint import MODEL_FILES, Checkpoint, load_weights, open_checkpoint

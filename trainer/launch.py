@@ -8,7 +8,7 @@ import torch
 from common.console import copy_lines_to, log_line
 from common.files import read_json
 from common.settings import JsonDict, UserError, line_for
-from data.tokenizer import Tokenizer
+from data.tokenizers.build import Tokenizer
 from model.gpt import GPT
 from runtime.checkpoint import load_model
 from runtime.launch import choose_processes, given_processes, launch_processes, usable_cores

@@ -13,9 +13,9 @@ from common.command_line import format_changes
 from common.console import say
 from common.numbers import ceil_div
 from common.settings import JsonDict, UserError, find_differences
-from data.loader import EvalBatches, TrainBatches, eval_batches, open_rows
+from data.loader import EvalBatches, TrainBatches, open_eval_batches, open_rows
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizers.build import Tokenizer, load_tokenizer
 from model.gpt import GPT
 from runtime.checkpoint import Checkpoint, delete_old_checkpoints
 from runtime.device import Compute, compile_blocks, device_name, should_compile
@@ -173,7 +173,7 @@ def open_data(
     n_windows = None
     if config.eval.batches is not None:
         n_windows = config.eval.batches * config.batch_size
-    windows = eval_batches(val, config.seq_len, n_windows, loss=config.data.loss)
+    windows = open_eval_batches(val, config.seq_len, n_windows, loss=config.data.loss)
     return config, manifest, tokenizer, batches, windows
 
 

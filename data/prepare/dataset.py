@@ -12,32 +12,32 @@ from pydantic import Field, PositiveInt, model_validator
 
 from common.console import Track, count, say
 from common.settings import JsonDict, Settings, UserError
-from data.chat import ChatTokenizer
 from data.prepare.encode import Item, Skipped, encode_all
-from data.prepare.finish import finish
+from data.prepare.finish import finish_dataset
 from data.prepare.items import NO_CONVERSATION, NO_TEXT, OUT_OF_RANGE, REMEDIES, Position
 from data.prepare.sources import (
     ChatSource,
     HubSource,
+    Inputs,
     JsonlSource,
-    Source,
     StdlibSource,
     TextSource,
 )
 from data.prepare.spans import (
     Plan,
-    begin,
+    begin_spans,
     is_whole,
+    lock_spans,
     partial_dir,
     read_spans,
-    remove,
+    remove_spans,
     write_spans,
-    writing,
 )
 from data.prepare.tokens import TokenSource
 from data.shards import MANIFEST, TOKENIZER, Manifest, read_manifest
-from data.tokenizer import GPT2Config, HFConfig, TokenizerConfig, build_tokenizer
-from data.tokenizer_base import Tokenizer
+from data.tokenizers.build import GPT2Config, HFConfig, TokenizerConfig, build_tokenizer
+from data.tokenizers.chat import ChatTokenizer
+from data.tokenizers.interface import Tokenizer
 
 SourceConfig = Annotated[
     StdlibSource | TextSource | JsonlSource | ChatSource | TokenSource | HubSource,
@@ -114,7 +114,7 @@ class PrepareConfig(Settings, defaults="prepare"):
         settings = self.model_dump(mode="json", include={"data", "tokenizer", "shard_tokens"})
         return {**settings, **self._split_rule(inputs), "input": inputs}
 
-    def _split_rule(self, inputs: dict[str, int | None]) -> JsonDict:
+    def _split_rule(self, inputs: Inputs) -> JsonDict:
         """Return the setting that decides the split."""
         if self.val_tokens:
             return {"val_tokens": self.val_tokens}
@@ -124,12 +124,11 @@ class PrepareConfig(Settings, defaults="prepare"):
         if val_names:
             return {"val_inputs": val_names}
         size = sum(math.inf if n_bytes is None else n_bytes for n_bytes in inputs.values())
-        # A small input needs a larger share than some sources usually have.
-        source = self.data if size >= _LARGE else Source
-        return {"val_fraction": source.usual_val_fraction}
+        is_small = size < _LARGE or self.data.name in ("stdlib", "text", "chat")
+        return {"val_fraction": 0.05 if is_small else 0.005}
 
 
-def prepare(config: PrepareConfig) -> Manifest:
+def prepare_dataset(config: PrepareConfig) -> Manifest:
     """Make the dataset `config.out_dir`, or continue it.
 
     Raises:
@@ -145,8 +144,8 @@ def prepare(config: PrepareConfig) -> Manifest:
         raise UserError(f"out_dir={out_dir} exists and is not a dataset: choose another folder")
     tokenizer = config.open_tokenizer()
     plan = Plan(prepared=prepared, tokenizer=tokenizer.id)
-    with writing(folder):
-        begin(folder, plan, tokenizer)
+    with lock_spans(folder):
+        begin_spans(folder, plan, tokenizer)
         return _write(config, plan, folder)
 
 
@@ -170,7 +169,7 @@ def _existing(config: PrepareConfig, prepared: JsonDict, folder: Path) -> Manife
             "choose another out_dir or delete it"
         )
     say(f"{config.out_dir} is already prepared with these settings; delete it to prepare it again")
-    remove(folder)  # left by a run that was stopped at its very end
+    remove_spans(folder)  # left by a run that was stopped at its very end
     return manifest
 
 
@@ -186,7 +185,7 @@ def _write(config: PrepareConfig, plan: Plan, folder: Path) -> Manifest:
             items = _read(config, plan, folder, after, track)
             with contextlib.closing(items):
                 spans = write_spans(folder, plan, spans, items)
-    return finish(folder, plan, spans, config.out_dir)
+    return finish_dataset(folder, plan, spans, config.out_dir)
 
 
 def _read(
@@ -210,6 +209,7 @@ def _read(
     for items in itertools.chain(encoded, [[]]):  # [] is the end of the input
         n_items += len(items)
         track.advance(0, f"{n_items:,} documents")
+        # With on_error=stop, the first unreadable item ends the run.
         skipped = [item for item in items if isinstance(item, Skipped)]
         if skipped and config.on_error == "stop":
             reason = skipped[0].reason
@@ -217,6 +217,7 @@ def _read(
                 f"{skipped[0].where}: {reason}: {REMEDIES.get(reason, 'correct it')}; "
                 "or skip such items with on_error=skip"
             )
+        # Most of the first items lost is a wrong setting: say so before hours of reading.
         if is_start:
             first_skipped += skipped
             if not items or n_items >= _CHECKED_ITEMS:

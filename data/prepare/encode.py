@@ -15,12 +15,12 @@ from typing import NamedTuple
 import numpy as np
 
 from common.settings import UserError
-from data.chat import ChatTokenizer
 from data.prepare.items import OUT_OF_RANGE, Document, Position, Raw, Unreadable
 from data.prepare.sources import Source
-from data.shards import token_dtype
-from data.tokenizer import load_tokenizer
-from data.tokenizer_base import Tokenizer
+from data.shards import choose_dtype
+from data.tokenizers.build import load_tokenizer
+from data.tokenizers.chat import ChatTokenizer
+from data.tokenizers.interface import Tokenizer
 
 LONG = 2**24
 """An item of more characters is encoded alone, in this process: few are in memory at a time."""
@@ -59,9 +59,9 @@ class Skipped(NamedTuple):
 Item = Encoded | Skipped
 
 
-def split_hash(utf8: bytes) -> float:
-    """Return a hash of a text, from 0 to 1."""
-    digest = hashlib.blake2b(utf8, digest_size=16).digest()
+def hash_document(content: bytes) -> float:
+    """Return a hash of a text, or of its ids, from 0 to 1."""
+    digest = hashlib.blake2b(content, digest_size=16).digest()
     return int.from_bytes(digest[:8], "little") / 2**64
 
 
@@ -88,6 +88,7 @@ def encode_all(
             is_ids = isinstance(batch[0].content, np.ndarray)  # sending takes longer than checking
             is_early = workers == 1 or number < _BATCHES_WORTH_WORKERS
             in_this_process = is_ids or is_early or batch[0].size > LONG
+            # Results return in input order: what is pending comes before a batch of this process.
             most_pending = 0 if in_this_process else 2 * workers - 1
             while len(pending) > most_pending:
                 yield pending.popleft().result()
@@ -128,7 +129,7 @@ def _encode(source: Source, tokenizer: Tokenizer, batch: list[Raw]) -> list[Item
     items: list[Item] = []
     for raw in batch:
         try:
-            items += _encode_document(source.parse(raw), raw.position, tokenizer)
+            items.append(_encode_document(source.parse(raw.content), raw.position, tokenizer))
         except Unreadable as error:
             items.append(Skipped(raw.position, str(error), error.about))
         except UnicodeEncodeError:  # JSON's "\ud800" is half a character, which UTF-8 cannot hold
@@ -136,41 +137,29 @@ def _encode(source: Source, tokenizer: Tokenizer, batch: list[Raw]) -> list[Item
     return items
 
 
-def _encode_document(document: Document, position: Position, tokenizer: Tokenizer) -> list[Encoded]:
-    """Tokenize a document. Raises Unreadable, or UnicodeEncodeError."""
+def _encode_document(document: Document, position: Position, tokenizer: Tokenizer) -> Encoded:
+    """Tokenize a document, ended by <|endoftext|>. Raises Unreadable or UnicodeEncodeError."""
     content = document.content
-    if isinstance(content, list):
-        assert isinstance(tokenizer, ChatTokenizer)
-        ids = np.array(tokenizer.encode_chat(content))
-        (encoded,) = _split_ids(ids, document.set_name, position, tokenizer)
-        return [encoded._replace(unread=document.unread)]
-    if not isinstance(content, str):
-        return _split_ids(content, document.set_name, position, tokenizer)
-    text = tokenizer.normalized(content)
-    utf8 = text.encode()
-    dtype = token_dtype(tokenizer.n_vocab)
-    arrays = [ids.astype(dtype) for ids in tokenizer.encode_arrays(text)]
-    arrays.append(np.array([tokenizer.eot_id], dtype))
-    ids = np.concatenate(arrays)
-    return [Encoded(position, document.set_name, ids, len(utf8), split_hash(utf8))]
-
-
-def _split_ids(
-    ids: np.ndarray, set_name: str, position: Position, tokenizer: Tokenizer
-) -> list[Encoded]:
-    """Cut ids after each <|endoftext|>, and end the last document with one. Raises Unreadable."""
-    if ids.min() < 0 or ids.max() >= tokenizer.n_vocab:
-        raise Unreadable(OUT_OF_RANGE)
-    ids = ids.astype(token_dtype(tokenizer.n_vocab))
-    if ids[-1] != tokenizer.eot_id:
-        ids = np.append(ids, ids.dtype.type(tokenizer.eot_id))
-    ends = np.flatnonzero(ids == tokenizer.eot_id) + 1
-    documents = []
-    for document in np.split(ids, ends[:-1]):
-        n_bytes = int(tokenizer.byte_lengths.take(document).sum())
-        hash_of_ids = split_hash(document.tobytes())
-        documents.append(Encoded(position, set_name, document, n_bytes, hash_of_ids))
-    return documents
+    dtype = choose_dtype(tokenizer.n_vocab)
+    if isinstance(content, str):
+        text = tokenizer.normalized(content)
+        hashed = text.encode()
+        n_bytes = len(hashed)
+        arrays = [*tokenizer.encode_arrays(text), np.array([tokenizer.eot_id])]
+        ids = np.concatenate(arrays, dtype=dtype, casting="unsafe")
+    else:
+        if isinstance(content, list):
+            assert isinstance(tokenizer, ChatTokenizer)
+            content = np.array(tokenizer.encode_chat(content))
+        if content.min() < 0 or content.max() >= tokenizer.n_vocab:
+            raise Unreadable(OUT_OF_RANGE)
+        ids = content.astype(dtype)
+        if ids[-1] != tokenizer.eot_id:
+            ids = np.append(ids, dtype.type(tokenizer.eot_id))
+        hashed = ids.tobytes()
+        n_bytes = int(tokenizer.byte_lengths.take(ids).sum())
+    split_hash = hash_document(hashed)
+    return Encoded(position, document.set_name, ids, n_bytes, split_hash, document.unread)
 
 
 _worker_state: tuple[Source, Tokenizer]  # of a worker process

@@ -14,7 +14,6 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,12 @@ import orjson
 import zstandard
 
 from common.files import open_file
-from common.settings import UserError
 from data.prepare.items import BINARY, LONG_WINDOW, NOT_JSON, NOT_UTF8, CountBytes, Unreadable
 
 LONGEST_LINE = 2**28
 _READ_BYTES = 2**20
 # Small, because a hostile archive can unpack to 30,000 times its size.
 _PACKED_BYTES = 4_096
-# Bytes of unpacked content at a time: few enough to split even if all are newlines.
-_CHUNK_BYTES = 2**21
 # What unpacks a frame of an archive, and the error of a damaged one. xz -9 needs 65 MB.
 _FORMATS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     ".gz": (lambda: zlib.decompressobj(wbits=31), zlib.error),
@@ -66,7 +62,7 @@ VALIDATION = "val|valid|validation|dev"
 TEST = "test"
 
 
-def named_for(words: str, paths: Collection[str]) -> list[str]:
+def find_named_files(words: str, paths: Collection[str]) -> list[str]:
     """Return the files named for a split, if there are others.
 
     Examples are val.bin, wiki.val.txt, validation-00000-of-00002.parquet and validation/a.csv.
@@ -80,23 +76,17 @@ def named_for(words: str, paths: Collection[str]) -> list[str]:
     return named if len(named) < len(paths) else []
 
 
-def matches(pattern: str, left_out: dict[str, str]) -> list[str]:
+def find_files(pattern: str, left_out: dict[str, str]) -> list[str]:
     """Return the files that a path, a folder or a glob names, sorted.
 
     A folder is all its files. A folder that cannot be read is returned itself. As in glob,
     wildcards do not match hidden names. `left_out` gets the path of what is not read, and what it
     is: a dataset, a run, a model, a file that only data=hf reads, or the command's own output.
-
-    Raises:
-        UserError: the path is standard input, a pipe, a socket or a device.
     """
     if os.path.isfile(pattern):
         paths = iter([pattern])
     elif os.path.isdir(pattern):
         paths = _below(pattern, ["**"], left_out, set())
-    elif os.path.exists(pattern) or pattern == "-":
-        name = "standard input" if pattern == "-" else "a pipe, a socket or a device"
-        raise UserError(f"data.path={pattern} is {name}: write its content to a file and give that")
     else:
         # The folders before the first wildcard.
         folder = os.path.dirname(re.split(r"[*?[]", pattern)[0])
@@ -105,7 +95,8 @@ def matches(pattern: str, left_out: dict[str, str]) -> list[str]:
     outputs = {os.path.realpath("/dev/fd/1"), os.path.realpath("/dev/fd/2")}
     files = []
     for path in sorted(paths):
-        kind = _kind_of_file(path)
+        name = re.sub(rf"({'|'.join(COMPRESSED)})$", "", path.lower())
+        kind = next((kind for end, kind in _FILES.items() if name.endswith(end)), None)
         if os.path.realpath(path) in outputs:
             kind = "the output of this command"
         if kind is None:
@@ -113,12 +104,6 @@ def matches(pattern: str, left_out: dict[str, str]) -> list[str]:
         else:
             left_out[path] = kind
     return files
-
-
-def _kind_of_file(path: str) -> str | None:
-    """Return what a file is that no source of text reads, by its name; else None."""
-    name = re.sub(rf"({'|'.join(COMPRESSED)})$", "", path.lower())
-    return next((kind for end, kind in _FILES.items() if name.endswith(end)), None)
 
 
 def _kind_of_folder(folder: str, names: list[str]) -> str | None:
@@ -141,6 +126,7 @@ def _below(
         entered: real folders that were entered, and how many patterns were left there, as links may
             loop.
     """
+    # A link may lead back here: enter each folder once for each rest of the glob.
     place = (os.path.realpath(folder), len(patterns))
     if place in entered:
         return
@@ -153,6 +139,7 @@ def _below(
     except OSError:
         yield folder or "."
         return
+    # Leave out a dataset, a run or the like as a whole.
     kind = _kind_of_folder(folder, names)
     if kind is not None:
         left_out[folder or "."] = kind
@@ -163,6 +150,7 @@ def _below(
         is_hidden = name.startswith(".") and not pattern.startswith(".")
         if is_hidden or not fnmatch.fnmatchcase(name, pattern):
             continue
+        # The last pattern is for files; ** stays for the folders below.
         path = os.path.join(folder, name)
         if not os.path.isdir(path):
             if not inner_patterns:
@@ -173,7 +161,7 @@ def _below(
             yield from _below(path, inner_patterns, left_out, entered)
 
 
-def some_of(items: list[str]) -> str:
+def list_some(items: list[str]) -> str:
     """Return the first of some items for a message, and how many more there are."""
     n_more = len(items) - 4
     if n_more > 0:
@@ -245,7 +233,11 @@ def read_bytes(path: Path, count_bytes: CountBytes) -> Iterator[bytes]:
         OSError: the file cannot be read.
         Unreadable: its beginning is not text, or the archive is damaged, after its whole chunks.
     """
-    chunks = _content(path, count_bytes)
+    suffix = path.suffix.lower()
+    is_packed = suffix in _FORMATS
+    chunks = _file_chunks(path, count_bytes, _PACKED_BYTES if is_packed else _READ_BYTES)
+    if is_packed:
+        chunks = _decompressed(chunks, *_FORMATS[suffix])
     first = next(chunks, b"").removeprefix(codecs.BOM_UTF8)
     start = first[:512]
     if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
@@ -258,14 +250,6 @@ def read_bytes(path: Path, count_bytes: CountBytes) -> Iterator[bytes]:
 def _n_controls(content: bytes) -> int:
     """Count the control characters that no text has: random bytes have 10 %."""
     return len(content) - len(content.translate(None, _CONTROLS))
-
-
-def _content(path: Path, count_bytes: CountBytes) -> Iterator[bytes]:
-    read = partial(_file_chunks, path, count_bytes)
-    suffix = path.suffix.lower()
-    if suffix not in _FORMATS:
-        return read(_READ_BYTES)
-    return _decompressed(read(_PACKED_BYTES), *_FORMATS[suffix])
 
 
 def _file_chunks(path: Path, count_bytes: CountBytes, n_bytes: int) -> Iterator[bytes]:
@@ -292,8 +276,8 @@ def _decompressed(
             except broken as error:
                 is_long = re.search("too much memory|usage limit", str(error))
                 raise Unreadable(LONG_WINDOW if is_long else "corrupted archive") from None
-            for start in range(0, len(content), _CHUNK_BYTES):
-                yield content[start : start + _CHUNK_BYTES]
+            if content:  # the first chunk of a file tells whether it is text
+                yield content
             chunk = b""
             if frame.eof:
                 chunk = frame.unused_data

@@ -10,118 +10,102 @@ from common.command_line import format_options
 from common.console import count, say, show_table, table_of, warn
 from common.files import make_directory, sync_directory, write_json
 from common.settings import UserError, escape_controls
-from data.prepare.files import some_of
+from data.prepare.files import list_some
 from data.prepare.items import REMEDIES
-from data.prepare.spans import Plan, Span, number_of, remove, span_dir, unusable
+from data.prepare.spans import Plan, Span, remove_spans, span_dir, spans_error
 from data.shards import (
     MANIFEST,
     TOKENIZER,
-    Counts,
     Manifest,
-    Shard,
     Split,
     SplitName,
+    name_shard,
     read_manifest,
-    shard_file,
-    total_of,
+    sum_counts,
 )
 
 _FEW = 5000  # tokens of validation, below which the loss is rough
 _LARGE = 100_000_000  # tokens that the default model needs
 
 
-def finish(folder: Path, plan: Plan, spans: list[Span], out_dir: Path) -> Manifest:
+def finish_dataset(folder: Path, plan: Plan, spans: list[Span], out_dir: Path) -> Manifest:
     """Make the dataset `out_dir` from all spans in `folder`.
 
     A process that is stopped here leaves shards under old and new names; the next process
     continues.
 
     Raises:
-        UserError: nothing is left to train or to validate on, a span is damaged, or there are too
-            many sets.
+        UserError: nothing is left to train or to validate on, or a span is damaged.
     """
-    manifest, moves = _joined(plan, folder, spans)
-    first_skipped = _first_skipped(spans)
+    manifest, places = _join(plan, folder, spans)
+    first_skipped: dict[str, str] = {}
+    for span in reversed(spans):
+        first_skipped |= {reason: place for reason, (_, place) in span.skipped.items()}
     try:
         _check(manifest, plan, first_skipped)
     except UserError:
-        remove(folder)  # so that the same command works with another val_fraction or input
+        remove_spans(folder)  # so that the same command works with another val_fraction or input
         raise
-    _move(folder, [*moves, (folder / TOKENIZER, TOKENIZER)], manifest, out_dir)
+    _move(folder, places | {TOKENIZER: folder / TOKENIZER}, manifest, out_dir)
     _summarize(out_dir, manifest, first_skipped)
-    _warn_of_unread(spans)
+    unread = sum((Counter(span.unread) for span in spans), Counter[str]())
+    if unread:
+        listed = ", ".join(f"{key} in {count(n, 'conversation')}" for key, n in unread.items())
+        warn(f"not read, although it changes what is said: {listed}")
     return manifest
 
 
-def _warn_of_unread(spans: list[Span]) -> None:
-    """Name the keys of conversations that say more than was read."""
-    counts: Counter[str] = Counter()
-    for span in spans:
-        counts.update(span.unread)
-    if counts:
-        listed = ", ".join(f"{key} in {count(n, 'conversation')}" for key, n in counts.items())
-        warn(f"not read, although it changes what is said: {listed}")
-
-
-def _first_skipped(spans: list[Span]) -> dict[str, str]:
-    """Return where the first item was that was skipped for each reason."""
-    places: dict[str, str] = {}
-    for span in spans:
-        for reason, (_, place) in span.skipped.items():
-            places.setdefault(reason, place)
-    return places
-
-
-def _move(folder: Path, moves: list[tuple[Path, str]], manifest: Manifest, out_dir: Path) -> None:
+def _move(folder: Path, places: dict[str, Path], manifest: Manifest, out_dir: Path) -> None:
     """Give files their names in the dataset, write its manifest, and rename its folder."""
     directory = make_directory(folder / "dataset", "out_dir")
     sync_directory(folder)
-    for source, name in moves:
+    for name, source in places.items():
         try:
             os.replace(source, directory / name)
         except FileNotFoundError:  # it has been moved, or lost
             if not (directory / name).exists():
-                raise unusable(folder, f"{source.relative_to(folder)} is missing") from None
+                raise spans_error(folder, f"{source.relative_to(folder)} is missing") from None
     sync_directory(directory)
     write_json(directory / MANIFEST, manifest.model_dump(mode="json"))
     try:
         read_manifest(directory)
     except UserError as error:
-        raise unusable(folder, error) from None
+        raise spans_error(folder, error) from None
     os.replace(directory, out_dir.resolve())
     sync_directory(out_dir.resolve().parent)
-    remove(folder)
+    remove_spans(folder)
 
 
-def _joined(plan: Plan, folder: Path, spans: list[Span]) -> tuple[Manifest, list[tuple[Path, str]]]:
-    """Return the manifest of all spans, and the names that their files get in the dataset.
-
-    Raises:
-        UserError: there are too many sets.
-    """
+def _join(plan: Plan, folder: Path, spans: list[Span]) -> tuple[Manifest, dict[str, Path]]:
+    """Return the manifest of all spans, and the present places of the dataset's files."""
     set_names: dict[str, int] = {}
-    shards: dict[SplitName, list[Shard]] = {"train": [], "val": []}
-    counts: dict[SplitName, dict[str, list[Counts]]] = {"train": {}, "val": {}}
+    splits: dict[SplitName, Split] = {
+        "train": Split(sets={}, shards=[]),
+        "val": Split(sets={}, shards=[]),
+    }
     skipped: Counter[str] = Counter()
-    moves: list[tuple[Path, str]] = []
+    places: dict[str, Path] = {}
     for number, span in enumerate(spans):
         directory = span_dir(folder, number)
         for reason, (n_skipped, _) in span.skipped.items():
             skipped[reason] += n_skipped
-        set_numbers = [number_of(name, set_names) for name in span.set_names]
+        # A span numbers its sets from 0; a dataset, over all spans.
+        set_numbers = [set_names.setdefault(name, len(set_names)) for name in span.set_names]
+        # Number the shards of a split over all spans, and add up its sets.
         for split_name, split in span.splits.items():
-            for shard in split.shards:
-                file = shard_file(split_name, len(shards[split_name]))
-                renamed = shard.model_copy(update={"file": file, "sets": set_numbers})
-                moves.append((directory / shard.file, renamed.file))
-                moves.append((directory / shard.index_file, renamed.index_file))
-                shards[split_name].append(renamed)
+            whole = splits[split_name]
+            (shard,) = split.shards
+            file = name_shard(split_name, len(whole.shards))
+            renamed = shard.model_copy(update={"file": file, "sets": set_numbers})
+            places[file] = directory / shard.file
+            places[renamed.index_file] = directory / shard.index_file
+            whole.shards.append(renamed)
             for set_name, amount in split.sets.items():
-                counts[split_name].setdefault(set_name, []).append(amount)
-    splits: dict[SplitName, Split] = {}
-    for split_name, amounts in counts.items():
-        sets = {name: total_of(amounts[name]) for name in sorted(amounts)}
-        splits[split_name] = Split(sets=sets, shards=shards[split_name])
+                before = whole.sets.get(set_name, sum_counts([]))
+                whole.sets[set_name] = sum_counts([before, amount])
+    # List sets by name.
+    for name, whole in splits.items():
+        splits[name] = Split(sets=dict(sorted(whole.sets.items())), shards=whole.shards)
     manifest = Manifest(
         tokenizer=plan.tokenizer,
         inputs=list(plan.prepared["input"]),
@@ -130,7 +114,7 @@ def _joined(plan: Plan, folder: Path, spans: list[Span]) -> tuple[Manifest, list
         skipped=dict(sorted(skipped.items())),
         prepared=plan.prepared,
     )
-    return manifest, moves
+    return manifest, places
 
 
 def _check(manifest: Manifest, plan: Plan, first_skipped: dict[str, str]) -> None:
@@ -158,13 +142,13 @@ def _check(manifest: Manifest, plan: Plan, first_skipped: dict[str, str]) -> Non
 
 
 def _summarize(out_dir: Path, manifest: Manifest, first_skipped: dict[str, str]) -> None:
-    show_table(sets_table(manifest))
+    show_table(build_sets_table(manifest))
     for reason, n in manifest.skipped.items():
         remedy = f": {REMEDIES[reason]}" if reason in REMEDIES else ""
         say(f"skipped {n:,} x {reason} (first: {first_skipped[reason]}){remedy}")
     val_inputs = manifest.prepared.get("val_inputs")
     if val_inputs:
-        say(f"for validation: {some_of(val_inputs)}; val_fraction splits all texts instead")
+        say(f"for validation: {list_some(val_inputs)}; val_fraction splits all texts instead")
     n_val_tokens = manifest.splits["val"].total.tokens
     if n_val_tokens < _FEW:
         warn(
@@ -188,7 +172,7 @@ def _summarize(out_dir: Path, manifest: Manifest, first_skipped: dict[str, str])
     say(f"  python train.py {format_options(settings)}")
 
 
-def sets_table(manifest: Manifest) -> Table:
+def build_sets_table(manifest: Manifest) -> Table:
     """Return a table of the text in each set of each split, the largest first."""
     table = table_of(["split", "set"], ["documents", "tokens", "share, %", "bytes", "tokens/byte"])
     for name, split in manifest.splits.items():

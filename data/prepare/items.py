@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.chat import NO_ROLE
+from data.tokenizers.chat import NO_ROLE
 
 
 class Position(NamedTuple):

@@ -17,24 +17,23 @@ import numpy as np
 
 from common.console import say
 from common.settings import JsonDict, PathText, Settings, UserError
-from data.chat import parse_message
 from data.prepare.files import (
     COMPRESSED,
     TEST,
     VALIDATION,
-    matches,
-    named_for,
+    find_files,
+    find_named_files,
+    list_some,
     parse_line,
+    read_bytes,
     read_lines,
     read_text,
-    some_of,
 )
 from data.prepare.items import (
     ARRAY,
     LONG_LINE,
     NO_CONVERSATION,
     NO_TEXT,
-    NOT_JSON,
     OTHER_JSON,
     CountBytes,
     Document,
@@ -42,6 +41,7 @@ from data.prepare.items import (
     Raw,
     Unreadable,
 )
+from data.tokenizers.chat import parse_message
 
 _DATASET_FILE = re.compile(
     r"\.(parquet|arrow|csv|json)l?((?<=csv)\.(gz|bz2|xz|zst))?$", re.IGNORECASE
@@ -50,11 +50,15 @@ _PACKED = ("", *COMPRESSED)
 JSON_LINES = tuple(kind + packed for kind in (".jsonl", ".ndjson") for packed in _PACKED)
 _JSON = tuple(".json" + packed for packed in _PACKED)
 
+Inputs = dict[str, int | None]
+"""Names of inputs in reading order, with their sizes in bytes; None: the size is not known."""
+
 
 class Source(Settings):
     """Where documents come from: inputs, such as files, one after the other."""
 
-    usual_val_fraction: ClassVar[float] = 0.05
+    folder: ClassVar[Path] = Path()
+    """Where the names of inputs lead to files from."""
     name: str
     """Also the set of a document that does not name its own."""
 
@@ -63,20 +67,13 @@ class Source(Settings):
         """Whether its documents are conversations, for which the tokenizer needs markers."""
         return False
 
-    def inputs(self) -> dict[str, int | None]:
-        """Return the names of all inputs in reading order, with their sizes in bytes.
-
-        None: the size is not known.
-        """
+    def inputs(self) -> Inputs:
+        """Return all inputs."""
         raise NotImplementedError
 
     def val_inputs(self, names: Collection[str]) -> list[str]:
         """Return the inputs, of these, that are for validation; empty: another rule decides."""
-        return named_for(VALIDATION, names)
-
-    def path_of(self, name: str) -> Path:
-        """Return the file with a name in `inputs`."""
-        return Path(name)
+        return find_named_files(VALIDATION, names)
 
     def read(self, path: Path, count_bytes: CountBytes) -> Iterator[Any]:
         """Yield the contents of the numbered items of a file, such as its lines.
@@ -101,17 +98,16 @@ class Source(Settings):
         read from its start.
         """
         start = names.index(after.input) if after else 0
-        count_bytes(sum(_size(self.path_of(name)) for name in names[:start]))
+        count_bytes(sum(_size(self.folder / name) for name in names[:start]))
         for name in names[start:]:
-            last_number = 0
-            if after and name == after.input:
-                last_number = after.number
-            for raw in self._items(name, self.path_of(name), count_bytes):
+            last_number = after.number if after and name == after.input else 0
+            for raw in self._items(name, count_bytes):
                 if raw.position.number > last_number:
                     yield raw
 
-    def _items(self, name: str, path: Path, count_bytes: CountBytes) -> Iterator[Raw]:
+    def _items(self, name: str, count_bytes: CountBytes) -> Iterator[Raw]:
         """Yield the items of one file; of a damaged one, those before the damage."""
+        path = self.folder / name
         number = 0
         try:
             if os.path.lexists(path) and not os.path.isfile(path) and not os.path.isdir(path):
@@ -130,22 +126,15 @@ class Source(Settings):
                 ) from None
             yield Raw(Position(name, 1), Unreadable("unreadable file"), 0)
 
-    def parse(self, raw: Raw) -> Document:
-        """Turn an item of `documents` into a document.
-
-        Raises:
-            Unreadable: it is not a document.
-        """
-        if isinstance(raw.content, Unreadable):
-            raise raw.content
-        return self.document_of(raw.content)
-
-    def document_of(self, content: Any) -> Document:
-        """Return the document that was read: here a text, or ids. Raises Unreadable."""
-        return _document(content, self.name)
+    def parse(self, content: Any) -> Document:
+        """Turn the content of an item into a document: here a text, or ids. Raises Unreadable."""
+        return _check_document(content, self.name)
 
 
-def _document(content: Any, set_name: str) -> Document:
+def _check_document(content: Any, set_name: str) -> Document:
+    """Return the document of a text, or of ids; raises Unreadable if it is none."""
+    if isinstance(content, Unreadable):
+        raise content
     if not isinstance(content, str | np.ndarray):
         raise Unreadable("text is not a string")
     if not len(content):
@@ -162,18 +151,22 @@ class RecordSource(Source):
     The set is `meta.pile_set_name` where there is one, else `name`.
     """
 
-    def document_of(self, content: Any) -> Document:
+    def parse(self, content: Any) -> Document:
         """Return the document in a record, or in a line of JSON. Raises Unreadable."""
-        if isinstance(content, str):  # a text beside files of JSON lines
-            return super().document_of(content)
+        if isinstance(content, str | Unreadable):  # a text beside files of JSON lines
+            return super().parse(content)
         record = parse_line(content) if isinstance(content, bytes | bytearray) else content
         fields = record if isinstance(record, dict) else {}
-        set_name = _set_of(fields) or self.name
+        meta = fields.get("meta")
+        set_name = meta.get("pile_set_name") if isinstance(meta, dict) else None
+        # Names are printed to terminals.
+        if not isinstance(set_name, str) or not set_name.isprintable() or not set_name:
+            set_name = self.name
         if not self.is_chat:
             text = fields.get(self.text_field)
             if text is None:
                 raise self._lacking(NO_TEXT, fields)
-            return _document(text, set_name)
+            return _check_document(text, set_name)
         # nanochat writes a conversation as a list.
         messages = record if isinstance(record, list) else _messages(fields, self.text_field)
         if messages is None:
@@ -183,21 +176,11 @@ class RecordSource(Source):
     def _lacking(self, reason: str, fields: JsonDict) -> Unreadable:
         """Build the error for a record without its text, which names the keys that it has."""
         keys = [repr(key[:40]) for key in fields if key != self.text_field]
-        return Unreadable(reason, about=f" with {some_of(keys)}" if keys else "")
+        return Unreadable(reason, about=f" with {list_some(keys)}" if keys else "")
 
 
-def _set_of(fields: JsonDict) -> str | None:
-    """Return the set that a record names, as the Pile's do."""
-    meta = fields.get("meta")
-    name = meta.get("pile_set_name") if isinstance(meta, dict) else None
-    # Names are printed to terminals.
-    return name if isinstance(name, str) and name.isprintable() and name else None
-
-
-def _conversation(messages: Any) -> list[tuple[str, str]]:
+def _conversation(messages: list[Any]) -> list[tuple[str, str]]:
     """Return (role, text) of each message of a conversation to learn from. Raises Unreadable."""
-    if not isinstance(messages, list):
-        raise Unreadable("messages is not a list")
     parsed = []
     for message in map(_as_openai, messages):
         try:
@@ -223,9 +206,7 @@ def _as_openai(message: Any) -> Any:
     """Return a message of ShareGPT as OpenAI writes it, and others as they are."""
     if not isinstance(message, dict) or "from" not in message:
         return message
-    role = message["from"]
-    if isinstance(role, str):
-        role = _SHAREGPT_ROLES.get(role, role)
+    role = _SHAREGPT_ROLES.get(str(message["from"]), message["from"])
     return {**message, "role": role, "content": message.get("value")}
 
 
@@ -246,9 +227,7 @@ def _unread_keys(record: JsonDict, messages: list[Any]) -> tuple[str, ...]:
 
 def _characters_in(content: Any) -> int:
     """Return about how many characters an item has."""
-    if isinstance(content, dict):
-        return sum(len(str(value)) for value in content.values())
-    return 0 if isinstance(content, Unreadable) else len(content)
+    return len(str(content) if isinstance(content, dict | Unreadable) else content)
 
 
 def _size(path: Path) -> int:
@@ -258,24 +237,21 @@ def _size(path: Path) -> int:
 class StdlibSource(Source):
     """The Python sources of the interpreter's standard library: text that every machine has."""
 
+    folder: ClassVar[Path] = Path(sysconfig.get_path("stdlib"))
+
     name: Literal["stdlib"]
 
-    def inputs(self) -> dict[str, int | None]:
+    def inputs(self) -> Inputs:
         """Return the files by their path in the library.
 
         Tests and packages, which not every machine has, are left out.
         """
-        root = self.path_of(".")
         excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-        inputs: dict[str, int | None] = {}
-        for path in sorted(path.relative_to(root) for path in root.rglob("*.py")):
+        inputs: Inputs = {}
+        for path in sorted(path.relative_to(self.folder) for path in self.folder.rglob("*.py")):
             if not excluded.intersection(path.parts):
-                inputs[str(path)] = _size(root / path)
+                inputs[str(path)] = _size(self.folder / path)
         return inputs
-
-    def path_of(self, name: str) -> Path:
-        """Return the file of Python's library with a name in `inputs`."""
-        return Path(sysconfig.get_path("stdlib")) / name
 
 
 class NamedFiles(Source):
@@ -290,7 +266,7 @@ class NamedFiles(Source):
     `**` in a glob reaches into folders.
     """
 
-    def inputs(self) -> dict[str, int | None]:
+    def inputs(self) -> Inputs:
         """Return the files that `path` names, each once.
 
         Patterns are in the given order, the files of a pattern sorted. A folder that cannot be read
@@ -298,35 +274,34 @@ class NamedFiles(Source):
         """
         paths: dict[str, str] = {}  # by their real paths
         for pattern in [self.path] if isinstance(self.path, str) else self.path:
-            for path in self._files_of(pattern):
-                paths.setdefault(os.path.realpath(path), path)
-        inputs: dict[str, int | None] = {}
-        for path in paths.values():
-            if re.search("[\udc80-\udcff]", path):  # Python's form of other bytes
-                raise UserError(f"the name of {path} is not in UTF-8, as JSON needs: rename it")
-            inputs[path] = _size(Path(path))
-        return inputs
-
-    def _files_of(self, pattern: str) -> list[str]:
-        """Return the files that a pattern names, and print what is left out."""
-        left_out: dict[str, str] = {}
-        files = matches(pattern, left_out)
-        for file in files if os.path.isdir(pattern) else []:
-            if not file.lower().endswith(self.suffixes) and not os.path.isdir(file):
-                left_out[file] = f"not of data={self.name}"
-        files = [file for file in files if file not in left_out]
-        if not os.path.isfile(pattern):
-            left_out |= dict.fromkeys(named_for(TEST, files), "test split")
+            left_out: dict[str, str] = {}
+            files = find_files(pattern, left_out)
+            # A folder has files of other sources, and a test split.
+            for file in files if os.path.isdir(pattern) else []:
+                if not file.lower().endswith(self.suffixes) and not os.path.isdir(file):
+                    left_out[file] = f"not of data={self.name}"
             files = [file for file in files if file not in left_out]
-        listed = _listed(left_out)
-        if not files:
-            reason = f"data.path={pattern} matches no file that data={self.name} reads"
+            if not os.path.isfile(pattern):
+                left_out |= dict.fromkeys(find_named_files(TEST, files), "test split")
+            files = [file for file in files if file not in left_out]
+            # Say what is left out, also if that is all.
+            listed = _listed(left_out)
+            if not files:
+                others = f"; left out: {listed}" if listed else ""
+                raise UserError(
+                    f"data.path={pattern} matches no file that data={self.name} reads{others}: "
+                    "give a file, a folder, or a glob such as 'folder/**/*.txt'"
+                )
             if listed:
-                reason += f"; left out: {listed}"
-            raise UserError(f"{reason}: give a file, a folder, or a glob such as 'folder/**/*.txt'")
-        if listed:
-            say(f"left out of data.path={pattern}: {listed}")
-        return files
+                say(f"left out of data.path={pattern}: {listed}")
+            for file in files:
+                paths.setdefault(os.path.realpath(file), file)
+        inputs: Inputs = {}
+        for file in paths.values():
+            if re.search("[\udc80-\udcff]", file):  # Python's form of other bytes
+                raise UserError(f"the name of {file} is not in UTF-8, as JSON needs: rename it")
+            inputs[file] = _size(Path(file))
+        return inputs
 
 
 def _listed(left_out: dict[str, str]) -> str:
@@ -334,7 +309,7 @@ def _listed(left_out: dict[str, str]) -> str:
     of_kind: dict[str, list[str]] = {}
     for path, kind in left_out.items():
         of_kind.setdefault(kind, []).append(path)
-    return "; ".join(f"{some_of(paths)} ({kind})" for kind, paths in of_kind.items())
+    return "; ".join(f"{list_some(paths)} ({kind})" for kind, paths in of_kind.items())
 
 
 class LineFiles(RecordSource, NamedFiles):
@@ -346,8 +321,7 @@ class LineFiles(RecordSource, NamedFiles):
             if line is None:
                 yield Unreadable(LONG_LINE)
                 continue
-            begin = line[:100].strip() if number == 0 else b""
-            if begin.startswith(b"[") and not self.is_chat:
+            if number == 0 and not self.is_chat and line[:100].lstrip().startswith(b"["):
                 raise Unreadable(ARRAY)
             yield line if line.strip() else None
 
@@ -360,27 +334,23 @@ class TextSource(LineFiles, defaults="data/text"):
     def read(self, path: Path, count_bytes: CountBytes) -> Iterator[Any]:
         """Yield the file as one document, or a long one as several, to be split by their hashes."""
         if path.name.lower().endswith((*JSON_LINES, *_JSON)):
-            self._check_first(path)
+            # The first line of a log or of settings has no text.
+            try:
+                first = parse_line(_first_line(path) or b"[]")
+            except Unreadable:
+                first = {}
+            if isinstance(first, dict) and self.text_field not in first:
+                raise self._lacking(OTHER_JSON, first)
             yield from super().read(path, count_bytes)
             return
         for _ in read_text(path, lambda _: None):
             pass  # an error refuses the whole file
-        yield from passages(read_text(path, count_bytes))
-
-    def _check_first(self, path: Path) -> None:
-        """Raise Unreadable if the first line has no text, as in a log or in settings."""
-        try:
-            record = parse_line(_first_line(path) or b"[]")
-        except Unreadable:
-            record = {}
-        if isinstance(record, dict) and self.text_field not in record:
-            raise self._lacking(OTHER_JSON, record)
+        yield from cut_passages(read_text(path, count_bytes))
 
 
 class JsonlSource(LineFiles, defaults="data/jsonl"):
     """JSON lines, one object a document, such as the Pile's files."""
 
-    usual_val_fraction: ClassVar[float] = 0.005
     suffixes: ClassVar[tuple[str, ...]] = JSON_LINES
 
     name: Literal["jsonl"]
@@ -403,15 +373,7 @@ class ChatSource(LineFiles, defaults="data/chat"):
         if not _begins_array(_first_line(path)):
             yield from super().read(path, count_bytes)
             return
-        array = bytearray()
-        for line in read_lines(path, count_bytes):
-            if line is None:
-                raise Unreadable(LONG_LINE)
-            array += line + b"\n"
-        records = parse_line(array)
-        if not isinstance(records, list):
-            raise Unreadable(NOT_JSON)
-        for record in records:
+        for record in parse_line(b"".join(read_bytes(path, count_bytes))):
             yield json.dumps(record).encode()  # a line, as other files have
 
 
@@ -442,8 +404,6 @@ class HubSource(RecordSource, defaults="data/hf"):
     It is one with a file in configs/data, or any other with a text column.
     """
 
-    usual_val_fraction: ClassVar[float] = 0.005
-
     name: Literal["hf", "fineweb", "fineweb_edu", "openwebtext", "pile"]
     path: PathText
     """A dataset on the hub, or here.
@@ -470,7 +430,7 @@ class HubSource(RecordSource, defaults="data/hf"):
         """Whether the rows are conversations."""
         return self.chat or self.text_field in ("messages", "conversations", "completion")
 
-    def inputs(self) -> dict[str, int | None]:
+    def inputs(self) -> Inputs:
         """Return the files that are here, or a dataset as one input. What is left out is printed.
 
         Raises:
@@ -482,7 +442,7 @@ class HubSource(RecordSource, defaults="data/hf"):
         used = splits.pop(self.split or "train")
         if self.split is None:
             used += splits.pop("validation", [])
-            splits.setdefault("test", named_for(TEST, used))
+            splits.setdefault("test", find_named_files(TEST, used))
             used = [file for file in used if file not in splits["test"]]
         left_out = {file: f"{name} split" for name, files in splits.items() for file in files}
         read = {*used, os.path.join(self.path, "README.md")}
@@ -531,7 +491,7 @@ class HubSource(RecordSource, defaults="data/hf"):
     def _given(self) -> dict[str, str]:
         """Return the files here, as `path` names them, by their real paths."""
         other_kinds: dict[str, str] = {}
-        paths = [*matches(self.path, other_kinds), *other_kinds]
+        paths = [*find_files(self.path, other_kinds), *other_kinds]
         return {os.path.realpath(path): path for path in paths}
 
     def _open(self) -> Any:
@@ -566,9 +526,9 @@ class HubSource(RecordSource, defaults="data/hf"):
         try:
             if _size(path):
                 yield from map(self._read_row, builder.as_streaming_dataset("train"))
-        except Exception as error:
-            if not _is_library_error(error):
-                raise
+        except MemoryError:
+            raise
+        except Exception as error:  # of the library, which has many classes
             raise Unreadable("damaged file", about=f" ({error})") from None
         count_bytes(_size(path))
 
@@ -594,9 +554,9 @@ class HubSource(RecordSource, defaults="data/hf"):
         """Raise the library's errors as UserError."""
         try:
             yield
+        except MemoryError:
+            raise
         except Exception as error:
-            if not _is_library_error(error):
-                raise
             raise UserError(f"data.path={self.path} cannot be read ({error}): {_ADVICE}") from None
 
 
@@ -612,16 +572,6 @@ _ADVICE = (
     "command: it continues from what is written; or copy the files to this machine and give "
     "data.path=FOLDER, if they are JSON lines with data=jsonl"
 )
-_HTTP_CLIENTS = {"aiohttp", "httpcore", "httpcore2", "httpx", "httpx2"}
-
-
-def _is_library_error(error: Exception) -> bool:
-    """Whether the library raises this error for what it reads, and not for a bug of ours."""
-    from datasets.exceptions import DatasetsError
-
-    is_of_client = type(error).__module__.split(".")[0] in _HTTP_CLIENTS  # these are no OSError
-    return is_of_client or isinstance(error, OSError | ValueError | RuntimeError | DatasetsError)
-
 
 _PASSAGE = 16_384
 _LONGEST_PASSAGE = 2**20
@@ -629,7 +579,7 @@ _BLANK_LINES = re.compile(r"(?:\r?\n){2,}")
 _LINE_END = re.compile(r"\n")
 
 
-def passages(chunks: Iterable[str]) -> Iterator[str]:
+def cut_passages(chunks: Iterable[str]) -> Iterator[str]:
     """Cut a text that comes in chunks into passages of 16,384 characters or a bit more.
 
     Joined, they are the text. It cuts after a blank line; if the next 16,384 characters have none,
@@ -683,12 +633,9 @@ def _messages(record: JsonDict, text_field: str) -> Any:
         details = record.get("input")
         if isinstance(question, str) and isinstance(details, str) and details:
             question = f"{question}\n\n{details}" if question else details
+    if isinstance(question, str) and isinstance(answer, str):
+        question = [{"role": "user", "content": question}]
+        answer = [{"role": "assistant", "content": answer}]
     if isinstance(question, list) and isinstance(answer, list):
         return before + question + answer
-    if not isinstance(question, str) or not isinstance(answer, str):
-        return None
-    return [
-        *before,
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": answer},
-    ]
+    return None

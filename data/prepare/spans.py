@@ -17,7 +17,6 @@ the last complete span.
 
 import contextlib
 import errno
-import hashlib
 import itertools
 import math
 import os
@@ -29,13 +28,19 @@ from pathlib import Path
 
 import numpy as np
 
-from common.files import hold_lock, new_directory, read_json, sync_directory, write_json
+from common.files import (
+    hold_lock,
+    new_directory,
+    read_json,
+    sha256_file,
+    sync_directory,
+    write_json,
+)
 from common.settings import JsonDict, Settings, UserError, decode, find_differences
 from data.prepare.encode import Encoded, Item, Skipped
-from data.prepare.files import some_of
+from data.prepare.files import list_some
 from data.prepare.items import Position
 from data.shards import (
-    MAX_SETS,
     RECORD,
     TOKENIZER,
     Counts,
@@ -43,10 +48,10 @@ from data.shards import (
     Split,
     SplitName,
     TokenizerId,
-    index_header,
+    build_header,
 )
-from data.tokenizer import save_tokenizer
-from data.tokenizer_base import Tokenizer
+from data.tokenizers.build import save_tokenizer
+from data.tokenizers.interface import Tokenizer
 
 PLAN = "plan.json"
 SPAN = "span.json"
@@ -67,19 +72,9 @@ class Plan(Settings):
     tokenizer: TokenizerId
 
     @property
-    def val_tokens(self) -> int:
-        """Documents that start before this token are for validation; 0: another rule."""
-        return self.prepared.get("val_tokens", 0)
-
-    @property
     def val_fraction(self) -> float:
         """Documents whose split_hash is below this are for validation; 0: another rule."""
         return self.prepared.get("val_fraction", 0.0)
-
-    @property
-    def val_inputs(self) -> list[str]:
-        """Documents of these inputs are for validation; empty: another rule."""
-        return self.prepared.get("val_inputs", [])
 
     @property
     def shard_tokens(self) -> int:
@@ -91,7 +86,7 @@ class Plan(Settings):
         old = {**self.prepared, _RANKS: self.tokenizer.sha256}
         new = {**now.prepared, _RANKS: now.tokenizer.sha256}
         different = find_differences(old, new)
-        return some_of(
+        return list_some(
             [f"{key}={before!r} (now {after!r})" for key, (before, after) in different.items()]
         )
 
@@ -121,7 +116,7 @@ class Span(Settings):
         return sum(split.total.tokens for split in self.splits.values())
 
 
-def unusable(folder: Path, error: object) -> UserError:
+def spans_error(folder: Path, error: object) -> UserError:
     """Build the error for a folder of spans that cannot be used any more."""
     return UserError(
         f"{folder} is damaged: delete it and run the command that made it again ({error})"
@@ -135,7 +130,7 @@ def partial_dir(out_dir: Path) -> Path:
 
 
 @contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def lock_spans(folder: Path) -> Iterator[None]:
     """Create `folder` if need be and hold its lock.
 
     Remove the folder at the end if it has no spans then.
@@ -163,16 +158,16 @@ def writing(folder: Path) -> Iterator[None]:
             ) from None
         finally:
             if not any(folder.glob("span-*")):
-                remove(folder)
+                remove_spans(folder)
 
 
-def remove(folder: Path) -> None:
+def remove_spans(folder: Path) -> None:
     """Remove a folder of spans, the plan first: without a plan, leftovers of a kill are ignored."""
     (folder / PLAN).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def begin(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
+def begin_spans(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
     """Start writing spans into `folder`, or check that its spans have the same plan.
 
     Raises:
@@ -186,7 +181,7 @@ def begin(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
     try:
         begun = decode(Plan, read_json(folder / PLAN))
     except UserError as error:
-        raise unusable(folder, error) from None
+        raise spans_error(folder, error) from None
     changes = begun.changes(plan)
     if changes:
         raise UserError(
@@ -214,7 +209,7 @@ def read_spans(folder: Path) -> list[Span]:
         try:
             spans.append(decode(Span, read_json(path)))
         except UserError as error:
-            raise unusable(folder, error) from None
+            raise spans_error(folder, error) from None
     return spans
 
 
@@ -224,17 +219,10 @@ def is_whole(spans: list[Span]) -> bool:
 
 
 def write_spans(folder: Path, plan: Plan, spans: list[Span], items: Iterator[Item]) -> list[Span]:
-    """Write the spans of `items`, which follow the first `spans`; return all spans.
-
-    Raises:
-        UserError: a span has too many sets.
-    """
-    by_position: Iterator[list[Item]] = (
-        list(items_there) for _, items_there in itertools.groupby(items, lambda item: item.position)
-    )
+    """Write the spans of `items`, which follow the first `spans`; return all spans."""
     is_val = _validation_rule(plan)
     if not spans and plan.val_fraction > 0:
-        is_val, by_position = _enough_to_validate(plan, by_position)
+        is_val, items = _enough_to_validate(plan, items)
     while not is_whole(spans):
         target = span_dir(folder, len(spans))
         directory = target.with_name(target.name + ".tmp")
@@ -242,7 +230,7 @@ def write_spans(folder: Path, plan: Plan, spans: list[Span], items: Iterator[Ite
         directory.mkdir()
         n_before = sum(span.tokens for span in spans)
         try:
-            span = _write_span(directory, plan, by_position, n_before, is_val)
+            span = _write_span(directory, plan, items, n_before, is_val)
             shutil.rmtree(target, ignore_errors=True)  # if an earlier span was lost
             os.rename(directory, target)
         finally:  # after an error
@@ -252,9 +240,7 @@ def write_spans(folder: Path, plan: Plan, spans: list[Span], items: Iterator[Ite
     return spans
 
 
-def _enough_to_validate(
-    plan: Plan, by_position: Iterator[list[Item]]
-) -> tuple[ValidationRule, Iterator[list[Item]]]:
+def _enough_to_validate(plan: Plan, items: Iterator[Item]) -> tuple[ValidationRule, Iterator[Item]]:
     """Choose at least one document of a small corpus for validation, and none that is most of it.
 
     A corpus is small if it is one span of few documents. Its documents of more than val_fraction
@@ -263,17 +249,16 @@ def _enough_to_validate(
     Returns:
         The rule for all documents, and all items from the first.
     """
-    start: list[list[Item]] = []
+    start: list[Item] = []
     hashes: list[tuple[int, float]] = []
     n_tokens = 0
-    for items in by_position:
-        start.append(items)
-        for item in items:
-            if isinstance(item, Encoded):
-                n_tokens += item.ids.size
-                hashes.append((item.ids.size, item.split_hash))
+    for item in items:
+        start.append(item)
+        if isinstance(item, Encoded):
+            n_tokens += item.ids.size
+            hashes.append((item.ids.size, item.split_hash))
         if len(start) == _FEW_DOCUMENTS or n_tokens >= plan.shard_tokens:
-            return _validation_rule(plan), itertools.chain(start, by_position)
+            return _validation_rule(plan), itertools.chain(start, items)
     shortest = min((size for size, _ in hashes), default=0)
     longest = max(plan.val_fraction * n_tokens, shortest)
     lowest = min((split_hash for size, split_hash in hashes if size <= longest), default=0)
@@ -282,11 +267,11 @@ def _enough_to_validate(
 
 
 def _validation_rule(plan: Plan) -> ValidationRule:
-    """Return the rule of the plan."""
-    if plan.val_tokens:
-        return lambda item, n_before: n_before < plan.val_tokens
-    if plan.val_inputs:
-        val_inputs = set(plan.val_inputs)
+    """Return the rule of the plan: val_tokens, val_inputs or val_fraction."""
+    if "val_tokens" in plan.prepared:
+        return lambda item, n_before: n_before < plan.prepared["val_tokens"]
+    if "val_inputs" in plan.prepared:
+        val_inputs = set(plan.prepared["val_inputs"])
         return lambda item, n_before: item.position.input in val_inputs
     return lambda item, n_before: item.split_hash < plan.val_fraction
 
@@ -294,17 +279,17 @@ def _validation_rule(plan: Plan) -> ValidationRule:
 def _write_span(
     directory: Path,
     plan: Plan,
-    by_position: Iterator[list[Item]],
+    items: Iterator[Item],
     n_before: int,
     is_val: ValidationRule,
 ) -> Span:
     """Write the next documents into an empty folder, synced to the disk.
 
     Args:
-        by_position: the items of each position, which stay together.
         n_before: tokens of the input before them.
     """
-    header = index_header(plan.tokenizer.n_vocab)
+    # Records of an index hold numbers of inputs and of sets in place of their names.
+    header = build_header(plan.tokenizer.n_vocab)
     inputs = {name: number for number, name in enumerate(plan.prepared["input"])}
     set_names: dict[str, int] = {}
     skipped: dict[str, tuple[int, str]] = {}
@@ -313,22 +298,23 @@ def _write_span(
     n_tokens = 0
     shards: dict[SplitName, _ShardWriter] = {}
     with contextlib.ExitStack() as closing:
-        for items in by_position:
-            for item in items:
-                last = item.position
-                if isinstance(item, Skipped):
-                    n_skipped, first = skipped.get(item.reason, (0, item.where))
-                    skipped[item.reason] = (n_skipped + 1, first)
-                    continue
-                unread.update(item.unread)
-                split: SplitName = "val" if is_val(item, n_before + n_tokens) else "train"
-                if split not in shards:
-                    shards[split] = _ShardWriter(directory / f"{split}.bin", header, closing)
-                set_number = number_of(item.set_name, set_names)
-                shards[split].add(item, inputs[last.input], set_number)
-                n_tokens += item.ids.size
+        for item in items:
+            last = item.position
+            if isinstance(item, Skipped):
+                n_skipped, first = skipped.get(item.reason, (0, item.where))
+                skipped[item.reason] = (n_skipped + 1, first)
+                continue
+            # A shard is opened by the first document that it gets.
+            unread.update(item.unread)
+            split: SplitName = "val" if is_val(item, n_before + n_tokens) else "train"
+            if split not in shards:
+                shards[split] = _ShardWriter(directory / f"{split}.bin", header, closing)
+            set_number = set_names.setdefault(item.set_name, len(set_names))
+            shards[split].add(item, inputs[last.input], set_number)
+            n_tokens += item.ids.size
             if n_tokens >= plan.shard_tokens:
                 break
+        # The span's own file comes last: it says that the shards are complete.
         splits = {split: shard.finish() for split, shard in shards.items()}
     span = Span(
         last=last,
@@ -342,59 +328,40 @@ def _write_span(
     return span
 
 
-def number_of(set_name: str, set_names: dict[str, int]) -> int:
-    """Return the number of a set, which a new name gets here.
-
-    Raises:
-        UserError: there are too many.
-    """
-    number = set_names.setdefault(set_name, len(set_names))
-    if number == MAX_SETS:
-        raise UserError(f"{set_name!r} is one more than the {MAX_SETS:,} sets a dataset can hold")
-    return number
-
-
 class _ShardWriter:
     """Writes a new shard and its index."""
 
     def __init__(self, path: Path, header: bytes, closing: contextlib.ExitStack) -> None:
         """`header`: of the index. `closing` closes the files."""
-        paths = [path, path.with_suffix(".idx")]
-        self.files = [closing.enter_context(open(file, "xb")) for file in paths]  # noqa: SIM115
-        self.digests = [hashlib.sha256(), hashlib.sha256()]
+        self.ids = closing.enter_context(open(path, "xb"))  # noqa: SIM115
+        self.index = closing.enter_context(open(path.with_suffix(".idx"), "xb"))  # noqa: SIM115
+        self.index.write(header)
         self.end = 0
-        self.documents = 0
         self.sets: dict[str, Counter[str]] = defaultdict(Counter)
         """What Counts has, for each set."""
-        self._write(b"", header)
 
     def add(self, item: Encoded, input_number: int, set_number: int) -> None:
         """Add a document."""
         self.end += item.ids.size
-        self.documents += 1
         self.sets[item.set_name].update(
             tokens=item.ids.size, documents=1, utf8_bytes=item.utf8_bytes
         )
+        self.ids.write(item.ids.tobytes())
         record = np.array((self.end, input_number, item.position.number, set_number), RECORD)
-        self._write(item.ids.tobytes(), record.tobytes())
+        self.index.write(record.tobytes())
 
     def finish(self) -> Split:
         """Sync the files to the disk, and return what they hold."""
-        for file in self.files:
+        for file in (self.ids, self.index):
             file.flush()
             os.fsync(file.fileno())
         shard = Shard(
-            file=os.path.basename(self.files[0].name),
+            file=os.path.basename(self.ids.name),
             tokens=self.end,
-            documents=self.documents,
-            sha256=self.digests[0].hexdigest(),
-            index_sha256=self.digests[1].hexdigest(),
+            documents=sum(amounts["documents"] for amounts in self.sets.values()),
+            sha256=sha256_file(Path(self.ids.name)),
+            index_sha256=sha256_file(Path(self.index.name)),
             sets=[],
         )
         sets = {name: Counts(**amounts) for name, amounts in self.sets.items()}
         return Split(sets=sets, shards=[shard])
-
-    def _write(self, ids: bytes, records: bytes) -> None:
-        for file, digest, content in zip(self.files, self.digests, (ids, records), strict=True):
-            file.write(content)
-            digest.update(content)

@@ -25,7 +25,6 @@ _LONGEST = 2**22
 class TokenSource(NamedFiles, defaults="data/tokens"):
     """Files of token ids, .bin or .npy. The end-of-text id ends a document."""
 
-    usual_val_fraction: ClassVar[float] = 0.005
     suffixes: ClassVar[tuple[str, ...]] = (".bin", ".npy")
 
     name: Literal["tokens"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from common.console import Track, count, print_error, say
 from common.settings import UserError
-from data.shards import MANIFEST, TOKENIZER, check_file, damaged, parse_manifest, total_of
-from data.tokenizer import load_tokenizer
+from data.shards import MANIFEST, TOKENIZER, check_file, parse_manifest, sum_counts
+from data.tokenizers.build import load_tokenizer
 
 
 def verify_or_exit(dataset_dir: Path) -> None:
@@ -16,20 +16,20 @@ def verify_or_exit(dataset_dir: Path) -> None:
     Raises:
         SystemExit: it has problems; the status is 1.
     """
-    problems = verify(dataset_dir)
+    problems = verify_dataset(dataset_dir)
     for problem in problems:
         print_error(problem)
     if problems:
         raise SystemExit(1)
     manifest = parse_manifest(dataset_dir)
-    total = total_of(split.total for split in manifest.splits.values())
+    total = sum_counts(split.total for split in manifest.splits.values())
     say(
         f"{dataset_dir} is whole: {total.documents:,} documents, {total.tokens:,} tokens, "
         f"{count(len(manifest.set_names), 'set')}, {count(len(manifest.inputs), 'input')}"
     )
 
 
-def verify(dataset_dir: Path) -> list[str]:
+def verify_dataset(dataset_dir: Path) -> list[str]:
     """Return a line for each damaged file of a dataset."""
     try:
         manifest = parse_manifest(dataset_dir)
@@ -39,6 +39,7 @@ def verify(dataset_dir: Path) -> list[str]:
     if tokenizer.id != manifest.tokenizer:
         path = dataset_dir / TOKENIZER
         return [f"{path} is not the tokenizer of {MANIFEST}: prepare the dataset again"]
+    # The files of all shards, with the sizes and sums that they must have.
     files = []
     for split in manifest.splits.values():
         for shard in split.shards:
@@ -46,15 +47,13 @@ def verify(dataset_dir: Path) -> list[str]:
 
     def problem_of(file: tuple[str, int, str]) -> str | None:
         name, size, sha256 = file
-        path = dataset_dir / name
         try:
-            check_file(path, size, sha256)
-        except UserError as error:
+            check_file(dataset_dir / name, size, sha256)
+        except (UserError, OSError) as error:
             return str(error)
-        except OSError as error:
-            return str(damaged(path, f"it cannot be read ({error.strerror})"))
         return None
 
+    # Threads read and hash at once: hashing holds no lock.
     problems = []
     pool = ThreadPoolExecutor(os.cpu_count())
     try:

@@ -12,14 +12,16 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from common.console import say
 from common.files import new_directory, write_atomic
 from common.settings import UserError
-from data.documents import documents_in
+from data.document_index import find_documents
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
-from data.tokenizer import load_tokenizer
-from data.tokenizer_base import END_OF_TEXT, byte_characters
-from data.tokenizer_json import HFTokenizer
+from data.tokenizers.build import load_tokenizer
+from data.tokenizers.hugging_face import HFTokenizer
+from data.tokenizers.interface import END_OF_TEXT, map_bytes
 
 
-def learn(dataset_dir: Path, n_vocab: Annotated[int, Field(lt=2**24)], out: Path) -> None:
+def learn_vocabulary(
+    dataset_dir: Path, n_vocab: Annotated[int, Field(lt=2**24)], out: Path
+) -> None:
     """Learn a byte-level BPE of `n_vocab` ids from a dataset, and write its tokenizer.json.
 
     It learns from the training documents. GPT-2's pattern splits texts into words. <|endoftext|> is
@@ -30,7 +32,7 @@ def learn(dataset_dir: Path, n_vocab: Annotated[int, Field(lt=2**24)], out: Path
             the folder of `out` cannot be made, or `out` exists.
     """
     manifest = read_manifest(dataset_dir)
-    alphabet = sorted(byte_characters().values())
+    alphabet = sorted(map_bytes().values())
     if n_vocab <= len(alphabet):
         raise UserError(
             f"n_vocab={n_vocab} is too small: the bytes and {END_OF_TEXT} alone are "
@@ -39,6 +41,7 @@ def learn(dataset_dir: Path, n_vocab: Annotated[int, Field(lt=2**24)], out: Path
     with new_directory(out.parent, "out"):  # learning takes long: an error must come before it
         if out.exists():
             raise UserError(f"out={out} exists: choose another file, or delete it")
+        # Words of GPT-2's pattern, from the characters of all bytes. The end of text is added last.
         bpe = tokenizers.Tokenizer(models.BPE())
         bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         bpe.decoder = decoders.ByteLevel()
@@ -47,6 +50,7 @@ def learn(dataset_dir: Path, n_vocab: Annotated[int, Field(lt=2**24)], out: Path
         )
         bpe.train_from_iterator(_texts(dataset_dir, manifest), trainer)
         bpe.add_special_tokens([END_OF_TEXT])
+        # A small text has fewer pairs than were asked for.
         n_learned = bpe.get_vocab_size()
         if n_learned < n_vocab:
             raise UserError(
@@ -61,6 +65,6 @@ def learn(dataset_dir: Path, n_vocab: Annotated[int, Field(lt=2**24)], out: Path
 def _texts(dataset_dir: Path, manifest: Manifest) -> Iterator[str]:
     stream = TokenStream(dataset_dir, manifest, "train")
     tokenizer = load_tokenizer(dataset_dir / TOKENIZER)
-    for document in documents_in(stream, 0, stream.n_tokens):
+    for document in find_documents(stream, 0, stream.n_tokens):
         ids = stream.read(document.start, document.stop - 1).tolist()
         yield tokenizer.decode_bytes(ids).decode(errors="replace")

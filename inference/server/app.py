@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from common.settings import JsonDict, UserError
-from data.chat import ChatTokenizer
+from data.tokenizers.chat import ChatTokenizer
 from inference.server.completions import Served, answer_completion, check_model
 from inference.server.protocol import ChatRequest, CompletionRequest
 from inference.server.responses import ApiError

@@ -16,8 +16,8 @@ from starlette.requests import ClientDisconnect
 from common.console import count, print_error
 from common.files import parse_json
 from common.settings import JsonDict, UserError, decode, suggest_name
-from data.chat import ChatTokenizer
-from data.tokenizer import Tokenizer
+from data.tokenizers.build import Tokenizer
+from data.tokenizers.chat import ChatTokenizer
 from inference.generation import Generation, Update
 from inference.server.protocol import ChatRequest, CompletionRequest, ServeConfig, list_requests
 from inference.server.responses import ApiError, ChatResponse, CompletionResponse

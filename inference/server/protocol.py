@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from common.settings import Settings, UserError
-from data.chat import ChatTokenizer, parse_message
-from data.tokenizer import Tokenizer
+from data.tokenizers.build import Tokenizer
+from data.tokenizers.chat import ChatTokenizer, parse_message
 from inference.generation import Request
 from inference.load import ModelConfig
 from inference.sampling import SamplingConfig

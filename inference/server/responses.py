@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.settings import JsonDict
-from data.tokenizer import END_OF_TEXT, Tokenizer
+from data.tokenizers.build import END_OF_TEXT, Tokenizer
 from inference.generation import Generation, Token, Update
 
 

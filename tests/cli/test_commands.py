@@ -44,11 +44,11 @@ WORK = {  # the function that does the work of a script
     "scripts/inspect_dataset": "tools.inspect_dataset.inspect_dataset",
     "scripts/lm_eval": "inference.harness.run_harness",
     "scripts/plan": "tools.plan.print_plan",
-    "scripts/prepare_data": "data.prepare.dataset.prepare",
+    "scripts/prepare_data": "data.prepare.dataset.prepare_dataset",
     "scripts/report": "tools.report.write_report",
     "scripts/serve": "inference.server.serve.serve_model",
-    "scripts/train_tokenizer": "data.prepare.vocabulary.learn",
-    "scripts/verify_dataset": "data.prepare.verify.verify",
+    "scripts/train_tokenizer": "data.prepare.vocabulary.learn_vocabulary",
+    "scripts/verify_dataset": "data.prepare.verify.verify_dataset",
 }
 NEEDS = {"scripts/serve": "uvicorn", "scripts/train_tokenizer": "tokenizers"}
 

@@ -6,37 +6,35 @@ import numpy as np
 import pytest
 
 from common.settings import UserError
-from data.chat import IGNORED, MARKERS, ChatTokenizer, answer_targets, parse_message
-from data.tokenizer import (
+from data.tokenizers.build import (
     BytesConfig,
-    GPT2Config,
     HFConfig,
     build_tokenizer,
     load_tokenizer,
     save_tokenizer,
 )
+from data.tokenizers.chat import IGNORED, MARKERS, ChatTokenizer, answer_targets, parse_message
 
 TALK = [("system", "Be brief."), ("user", "2+3?"), ("assistant", "5"), ("user", "<|end|>é"), ("assistant", "ok")]
 
 
-@pytest.fixture(params=["bytes", "gpt2", "hf"])
-def inner(request, rank_file, dataset_dir, tmp_path):
+@pytest.fixture(params=["bytes", "hf"])
+def inner(request, dataset_dir, tmp_path):
     if request.param == "bytes":
         return build_tokenizer(BytesConfig(name="bytes"))
-    if request.param == "gpt2":
-        return build_tokenizer(GPT2Config(name="gpt2", path=rank_file))
     pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install -e '.[tokenizers]'")
-    from data.prepare.vocabulary import learn
+    from data.prepare.vocabulary import learn_vocabulary
 
-    learn(dataset_dir, 280, tmp_path / "learned.json")
+    learn_vocabulary(dataset_dir, 280, tmp_path / "learned.json")
     return build_tokenizer(HFConfig(name="hf", path=tmp_path / "learned.json"))
 
 
 def test_markers_come_after_the_last_id_and_text_never_has_them(inner, tmp_path):
-    chat, n = ChatTokenizer(inner), inner.n_vocab
-    assert (chat.name, chat.n_vocab, chat.eot_id) == (f"{inner.name}+chat", n + 5, inner.eot_id)
-    assert [chat.tokens[i].decode() for i in range(n, n + 5)] == list(MARKERS)
-    assert (chat.assistant_id, chat.end_id) == (n + 2, n + 3)
+    chat = ChatTokenizer(inner)
+    n = inner.n_vocab
+    assert (chat.name, chat.eot_id) == (f"{inner.name}+chat", inner.eot_id)
+    assert b" ".join(chat.tokens[n:]).decode() == " ".join(MARKERS)
+    assert chat.encode_chat([("user", "hi")], answer=True) == [n + 1, *inner.encode("hi"), n + 2]
     assert chat.byte_lengths.tolist() == [*inner.byte_lengths, 0, 0, 0, 0, 0]
     spelled = "a<|user|>b<|end|><|endoftext|>"
     assert chat.encode(spelled) == inner.encode(spelled)
@@ -46,13 +44,6 @@ def test_markers_come_after_the_last_id_and_text_never_has_them(inner, tmp_path)
     save_tokenizer(chat, tmp_path / "tokenizer.json")
     loaded = load_tokenizer(tmp_path / "tokenizer.json")
     assert (loaded.id, loaded.encode_chat(TALK)) == (chat.id, chat.encode_chat(TALK))
-
-
-def test_ids_of_a_conversation(inner):
-    chat, n, encode = ChatTokenizer(inner), inner.n_vocab, inner.encode
-    first = [n, *encode("Be brief."), n + 1, *encode("2+3?"), n + 2, *encode("5"), n + 3]
-    assert chat.encode_chat(TALK) == [*first, n + 1, *encode("<|end|>é"), n + 2, *encode("ok"), n + 3]
-    assert chat.encode_chat(TALK[:2], answer=True) == [n, *encode("Be brief."), n + 1, *encode("2+3?"), n + 2]
 
 
 def test_what_cannot_have_markers(inner, tmp_path):
@@ -80,14 +71,12 @@ NO_TEXT = "a message whose content is not text"
         (message("", "developer"), ("system", "")),
         (message([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), ("user", "ab")),
         ("hello", NO_ROLE),
-        (message("a", ["user"]), NO_ROLE),
         (message("a", "critic"), NO_ROLE),
         (message("a", "untrained"), NO_ROLE),
         (message("a", "tool"), OF_TOOLS),
         (message(None, "assistant", tool_calls=[{}]), OF_TOOLS),
         (message(None, "assistant", function_call={"name": "f"}), OF_TOOLS),
         (message(None), NO_TEXT),
-        (message([{"type": "image_url"}]), NO_TEXT),
         (message([{"type": "text", "text": 3}]), NO_TEXT),
         (message("\ud800"), "surrogates not allowed"),
     ],
@@ -95,9 +84,9 @@ NO_TEXT = "a message whose content is not text"
 def test_a_message(given, expected):
     if isinstance(expected, tuple):
         assert parse_message(given) == expected
-    else:
-        with pytest.raises((UserError, UnicodeEncodeError), match=expected):
-            parse_message(given)
+        return
+    with pytest.raises((UserError, UnicodeEncodeError), match=expected):
+        parse_message(given)
 
 
 def test_targets_are_the_tokens_of_answers_with_their_end(inner):

@@ -11,7 +11,7 @@ import torch
 
 from common.figures import encode_png
 from common.settings import UserError, decode
-from data.documents import documents_in
+from data.document_index import find_documents
 from data.shards import TokenStream, read_manifest
 from inference.eval_report import draw_evaluation, show_evaluation
 from inference.evaluate import EvaluateConfig, choose_position_bins, evaluate, open_evaluation, run_evaluation
@@ -116,7 +116,7 @@ def test_sets_and_positions_have_the_losses_of_their_tokens(trained, sets_dir, c
     assert (len(tokens) - 1) % SEQ_LEN, "the last window must be ragged for this to be a test"
     assert_losses(result, found)
 
-    places = documents_in(TokenStream(sets_dir, read_manifest(sets_dir), "val"), 0, len(tokens))
+    places = find_documents(TokenStream(sets_dir, read_manifest(sets_dir), "val"), 0, len(tokens))
     names = [place.set_name for place in places for _ in range(place.start, place.stop)][1:]
     assert len(result["sets"]) == 3
     out = capsys.readouterr().out

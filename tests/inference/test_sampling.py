@@ -15,7 +15,7 @@ from printed import assert_one_line
 from texts import BYTES, CHAT
 
 from common.settings import UserError, decode
-from data.tokenizer import RankTokenizer
+from data.tokenizers.build import RankTokenizer
 from inference.engine import PROMPT_CHUNK, Engine, stream_text
 from inference.generation import Generation, Request, TextStream
 from inference.load import load

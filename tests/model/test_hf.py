@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from test_attention_contract import OWN
 
 from common.settings import decode, variant_names
-from data.chat import ChatTokenizer
-from data.tokenizer import BytesConfig, build_tokenizer
+from data.tokenizers.build import BytesConfig, build_tokenizer
+from data.tokenizers.chat import ChatTokenizer
 from model.attention import ATTENTION
 from model.attention.log_space import LogSpaceConfig
 from model.attention.softmax import SoftmaxConfig

@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.settings import UserError
-from data.chat import ChatTokenizer
-from data.tokenizer import BytesConfig, GPT2Config, RankTokenizer, build_tokenizer
+from data.tokenizers.build import BytesConfig, GPT2Config, RankTokenizer, build_tokenizer
+from data.tokenizers.chat import ChatTokenizer
 from tools.convert.hf_tokenizer import read_tokenizer_json, tokenizer_files
 
 pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install -e '.[hf]'")
 import tokenizers
 
-from data.tokenizer_json import HFTokenizer
+from data.tokenizers.hugging_face import HFTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 BYTES = build_tokenizer(BytesConfig(name="bytes"))

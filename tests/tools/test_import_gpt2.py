@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from common.files import hold_lock
 from common.settings import decode
-from data.tokenizer import BytesConfig, build_tokenizer
+from data.tokenizers.build import BytesConfig, build_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPT
 from runtime.checkpoint import load_model, open_checkpoint

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data.tokenizer import load_tokenizer
+from data.tokenizers.build import load_tokenizer
 from model.gpt import GPT
 from runtime.checkpoint import MODEL_FILES, find_newest, load_model, open_checkpoint
 from trainer.loop import fit

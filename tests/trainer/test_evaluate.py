@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from common.settings import decode
-from data.loader import eval_batches
+from data.loader import open_eval_batches
 from data.shards import TokenStream, read_manifest
-from data.tokenizer import load_tokenizer
+from data.tokenizers.build import load_tokenizer
 from inference.evaluate import EvaluateConfig, run_evaluation
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -51,7 +51,7 @@ def measure(gpt, val, tokenizer):
     """Evaluates windows of the split, all or `n`: the loss of each group, and last that of all."""
 
     def evaluate(micro_batch, n=None):
-        windows = eval_batches(val, SEQ_LEN, n)
+        windows = open_eval_batches(val, SEQ_LEN, n)
         byte_lengths = torch.from_numpy(tokenizer.byte_lengths)
         return evaluate_windows(gpt, windows, byte_lengths, micro_batch, CPU, World(CPU.device))
 
@@ -148,7 +148,7 @@ def test_training_evaluation_export_and_the_harness_measure_the_same_loss_of_a_p
     run_dir = run_of({"runtime.dtype": "float64", "eval.batches": 2, "model.pad_vocab": 64})
     run_evaluation(decode(EvaluateConfig, {"checkpoint": str(run_dir), **ON_SPLIT}))
     gpt, _ = load_model(run_dir)
-    token_ids, targets = map(torch.from_numpy, eval_batches(val, 16, 8).rows(0, 8))
+    token_ids, targets = map(torch.from_numpy, open_eval_batches(val, 16, 8).rows(0, 8))
     with torch.no_grad():
         wanted = -gpt(token_ids).log_softmax(-1).gather(-1, targets.unsqueeze(-1)).mean().item()
 

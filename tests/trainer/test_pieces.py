@@ -7,7 +7,7 @@ from alone import open_run
 from test_torchrun import assert_same_steps
 
 from common.settings import UserError
-from data.chat import IGNORED
+from data.tokenizers.chat import IGNORED
 from runtime.device import Compute
 from runtime.distributed import World
 from trainer.step import SummedLoss, accumulate_gradients

@@ -4,8 +4,8 @@ import pytest
 from test_resume import assert_same_run
 
 from common.settings import decode
-from data.chat import ChatTokenizer
-from data.tokenizer import BytesConfig, build_tokenizer
+from data.tokenizers.build import BytesConfig, build_tokenizer
+from data.tokenizers.chat import ChatTokenizer
 from runtime.checkpoint import find_newest
 from trainer.loop import fit
 from trainer.records.samples import read_prompt

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 import runtime.checkpoint
 import trainer.loop
 from common.settings import UserError
-from data.tokenizer import BytesConfig, build_tokenizer
+from data.tokenizers.build import BytesConfig, build_tokenizer
 from runtime.checkpoint import CheckpointConfig, Saver, checkpoint_path, open_checkpoint
 from runtime.distributed import World
 from runtime.state import TrainState

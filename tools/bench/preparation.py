@@ -15,7 +15,7 @@ from cli import compose
 from common.command_line import format_value
 from common.settings import JsonDict, UserError, decode
 from data.prepare.dataset import PrepareConfig
-from data.tokenizer import build_tokenizer
+from data.tokenizers.build import build_tokenizer
 from tools.bench.measuring import time_call
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_data.py"
@@ -50,7 +50,7 @@ def encode_alone(config: PrepareConfig) -> tuple[float, int]:
     tokenizer = build_tokenizer(config.tokenizer)
     n_bytes = 0
     seconds = 0.0
-    for raw in config.data.documents([*config.data.inputs()]):
+    for raw in config.data.document_index([*config.data.inputs()]):
         text: Any = config.data.parse(raw).content
         started = time.perf_counter()
         tokenizer.encode(text)

@@ -13,8 +13,8 @@ from torch import Tensor
 from common.console import say
 from common.files import hold_lock, make_directory, write_json
 from common.settings import JsonDict, UserError, decode
-from data.chat import ChatTokenizer
-from data.tokenizer import Tokenizer
+from data.tokenizers.build import Tokenizer
+from data.tokenizers.chat import ChatTokenizer
 from model.config import GPTConfig
 from model.gpt import GPT
 from runtime.checkpoint import MODEL_FILES, load_model, open_checkpoint

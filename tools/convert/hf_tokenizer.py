@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 from common.settings import JsonDict
-from data.chat import MARKERS, ChatTokenizer
-from data.tokenizer import BytesConfig, IdTokenizer, RankTokenizer, build_tokenizer
-from data.tokenizer_base import Tokenizer, byte_characters
+from data.tokenizers.build import BytesConfig, IdTokenizer, RankTokenizer, build_tokenizer
+from data.tokenizers.chat import MARKERS, ChatTokenizer
+from data.tokenizers.interface import Tokenizer, map_bytes
 
 _HERE = Path(__file__).parent
 _GPT2_IDS = 50257
@@ -16,7 +16,7 @@ _SETTINGS = "tokenizer_config.json"
 
 
 def _text(token: bytes) -> str:
-    return "".join(byte_characters()[byte] for byte in token)
+    return "".join(map_bytes()[byte] for byte in token)
 
 
 def tokenizer_files(tokenizer: Tokenizer, max_len: int | None) -> JsonDict:
@@ -82,7 +82,10 @@ def read_tokenizer_json(path: Path) -> Tokenizer:
     Raises:
         UserError: it is missing, damaged, or not a byte-level BPE.
     """
-    from data.tokenizer_json import HFTokenizer, read_hf_tokenizer  # their library is optional
+    from data.tokenizers.hugging_face import (  # their library is optional
+        HFTokenizer,
+        read_hf_tokenizer,
+    )
 
     tokenizer = read_hf_tokenizer(path)
     if tokenizer.tokens[-len(MARKERS) :] != [marker.encode() for marker in MARKERS]:

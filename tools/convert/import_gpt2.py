@@ -13,9 +13,9 @@ from common.command_line import format_options
 from common.console import say
 from common.files import file_size, read_json
 from common.settings import JsonDict, UserError
-from data.chat import ChatTokenizer
 from data.shards import TOKENIZER
-from data.tokenizer import Tokenizer
+from data.tokenizers.build import Tokenizer
+from data.tokenizers.chat import ChatTokenizer
 from model.gpt import GPT
 from runtime.checkpoint import FLOATS
 from runtime.tensor_file import load_tensors, read_header

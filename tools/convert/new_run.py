@@ -4,7 +4,7 @@ import secrets
 from pathlib import Path
 
 from common.settings import UserError, decode
-from data.tokenizer import Tokenizer
+from data.tokenizers.build import Tokenizer
 from model.gpt import GPT
 from runtime.checkpoint import find_newest, save_checkpoint
 from runtime.state import NO_DATASET, TrainState

@@ -7,7 +7,7 @@ import common.console
 from common.console import Track, count, log_line, say, warn
 from common.settings import JsonDict
 from data.conversations import Conversations
-from data.mixture import epochs, warn_of_epochs
+from data.mixture import format_epochs, warn_of_epochs
 from model.attention import AttentionConfig
 from runtime.device import is_compiled
 from trainer.mup import ratios
@@ -88,7 +88,8 @@ def _data(run: TrainingRun) -> str:
         mixed = f", drawn from {shares}"
     rows = run.batches.rows
     packed = f"; {rows.summary()}" if isinstance(rows, Conversations) else ""
-    return f"{corpus}{packed}; training reads {n_read:,} tokens, {epochs(_n_epochs(run))}{mixed}"
+    passes = format_epochs(_n_epochs(run))
+    return f"{corpus}{packed}; training reads {n_read:,} tokens, {passes}{mixed}"
 
 
 def _batch(run: TrainingRun) -> str:

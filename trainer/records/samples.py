@@ -9,8 +9,8 @@ from contextlib import nullcontext
 import torch
 
 from common.settings import UserError
-from data.chat import ChatTokenizer
-from data.tokenizer import Tokenizer
+from data.tokenizers.build import Tokenizer
+from data.tokenizers.chat import ChatTokenizer
 from model.gpt import GPT
 from runtime.device import Compute, is_compiled
 from runtime.distributed import World

@@ -5,11 +5,12 @@ import json
 import pytest
 
 from common.settings import UserError, decode
-from data.chat import MARKERS
-from data.prepare.dataset import PrepareConfig, prepare
-from data.prepare.verify import verify
+from data.document_index import find_documents
+from data.prepare.dataset import PrepareConfig, prepare_dataset
+from data.prepare.verify import verify_dataset
 from data.shards import TokenStream, read_manifest
-from data.tokenizer import load_tokenizer
+from data.tokenizers.build import load_tokenizer
+from data.tokenizers.chat import MARKERS
 
 
 def talk(i):
@@ -40,53 +41,44 @@ def chat(tmp_path):
     def build(records, **changes):
         (tmp_path / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         raw = {"data": {"name": "chat", "path": str(tmp_path / "chat.jsonl")}, "tokenizer": {"name": "bytes"}}
-        return prepare(decode(PrepareConfig, raw | {"out_dir": str(tmp_path / "out"), "workers": 1} | changes))
+        return prepare_dataset(decode(PrepareConfig, raw | {"out_dir": str(tmp_path / "out"), "workers": 1} | changes))
 
     return build
 
 
 def ids_in(folder):
     """The conversations of a dataset, a list of ids for each."""
-    found, manifest = [], read_manifest(folder)
+    found = []
     for split in ("train", "val"):
-        stream = TokenStream(folder, manifest, split)
-        ids = stream.read(0, stream.n_tokens).tolist()
-        ends = [i + 1 for i, token in enumerate(ids) if token == stream.eot_id]
-        found += [ids[start : stop - 1] for start, stop in zip([0, *ends], ends, strict=False)]
+        stream = TokenStream(folder, read_manifest(folder), split)
+        for document in find_documents(stream, 0, stream.n_tokens):
+            found.append(stream.read_stored(document.start, document.stop - 1).tolist())
     return found
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
 def test_conversations_are_written_whole_and_others_are_counted_by_reason(chat, tmp_path, rank_file, tokenizer):
-    pairs = [{"prompt": f"{i}?", "completion": "yes"} for i in range(5)]
-    lists = [{"prompt": talk(77)[:1], "completion": talk(77)[1:]}]
-    records = [talk(0), *GOOD[1:], *pairs, *lists, *(record for some in BAD.values() for record in some)]
     # The first is as nanochat writes it.
-    given = {"name": tokenizer} | ({"path": str(rank_file)} if tokenizer == "gpt2" else {})
-    manifest, out = chat(records, tokenizer=given, val_fraction=0.1), tmp_path / "out"
+    records = [talk(0), *GOOD[1:], {"prompt": "Well?", "completion": "yes"}]
+    records.append({"prompt": talk(77)[:1], "completion": talk(77)[1:]})
+    for some in BAD.values():
+        records += some
+    given = {"name": "bytes"}
+    if tokenizer == "gpt2":
+        given = {"name": "gpt2", "path": str(rank_file)}
+    manifest = chat(records, tokenizer=given, val_fraction=0.1)
     assert manifest.skipped == {reason: len(some) for reason, some in sorted(BAD.items())}
-    assert (manifest.tokenizer.name, manifest.tokenizer.markers) == (f"{tokenizer}+chat", [*MARKERS])
-    saved = load_tokenizer(out / "tokenizer.json")
+    assert manifest.tokenizer.name == f"{tokenizer}+chat"
+    assert manifest.tokenizer.markers == [*MARKERS]
+    saved = load_tokenizer(tmp_path / "out" / "tokenizer.json")
     said = [[("user", f"{i} + 1?"), ("assistant", str(i + 1))] for i in (*range(30), 77)]
-    said += [[("user", f"{i}?"), ("assistant", "yes")] for i in range(5)]
-    assert sorted(ids_in(out)) == sorted(map(saved.encode_chat, said)), "a small corpus is not cut either"
-    assert sum(split.total.utf8_bytes for split in manifest.splits.values()) == sum(
-        len(text) for each in said for _, text in each
-    )
-    assert verify(out) == []
-    assert chat(records, tokenizer=given, val_fraction=0.1) == manifest, "again, it is there already"
-
-
-@pytest.mark.parametrize("text_field", ["messages", "completion"])
-def test_the_hub_s_columns_give_the_same_conversations(chat, tmp_path, text_field):
-    pytest.importorskip("datasets")
-    pairs = [{"prompt": f"{i} + 1?", "completion": str(i + 1)} for i in range(30)]
-    records = GOOD if text_field == "messages" else pairs
-    chat(records)
-    hub = {"name": "hf", "path": "json", "data_files": str(tmp_path / "chat.jsonl"), "text_field": text_field}
-    chat(records, data=hub, val_fraction=0.05, out_dir=str(tmp_path / "hub"))
-    assert sorted(ids_in(tmp_path / "hub")) == sorted(ids_in(tmp_path / "out"))
-    assert read_manifest(tmp_path / "hub").tokenizer == read_manifest(tmp_path / "out").tokenizer
+    said.append([("user", "Well?"), ("assistant", "yes")])
+    found = ids_in(tmp_path / "out")
+    assert sorted(found) == sorted(map(saved.encode_chat, said)), "a small corpus is not cut either"
+    n_bytes = sum(len(text) for each in said for _, text in each)
+    assert sum(split.total.utf8_bytes for split in manifest.splits.values()) == n_bytes
+    assert verify_dataset(tmp_path / "out") == []
+    assert chat(records, tokenizer=given, val_fraction=0.1) == manifest, "it is there already"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +121,8 @@ def test_three_shapes_give_the_same_conversation(chat, tmp_path, shape, layout):
     data = {"name": "chat", "path": str(file)}
     if layout == "hub":
         pytest.importorskip("datasets")
-        data = {"name": "hf", "path": "json", "data_files": str(file), "chat": True}
+        # The column of messages says that these are conversations.
+        data = {"name": "hf", "path": "json", "data_files": str(file), "text_field": "messages"}
     if layout == "another column":
         data["text_field"] = "talk"
     lines = layout in ("lines", "another column")
@@ -147,13 +140,15 @@ def test_answers_without_weight_are_marked_and_keys_that_are_not_read_are_named_
             messages += [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"} | change]
         return {"messages": messages, "tools": [{"type": "function"}]}
 
-    changes = {"weight": 0}, {"weight": 1}, {"train": False}, {"trainable": False}, {"reasoning_content": "hm"}
-    chat([answers(*changes)] * 20, val_tokens=30)
+    more = {"trainable": False}, {"reasoning_content": "hm"}
+    chat([answers({"weight": 0}, {"weight": 1}, {"train": False}, *more)] * 20, val_tokens=30)
     tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer.json")
-    markers = [i for i in ids_in(tmp_path / "out")[0] if i in (tokenizer.assistant_id, tokenizer.role_ids["untrained"])]
-    trained = [marker == tokenizer.assistant_id for marker in markers]
-    assert trained == [False, True, False, False, True]
-    named = "name in 20 conversations, reasoning_content in 20 conversations, tools in 20 conversations"
-    assert f"not read, although it changes what is said: {named}" in capsys.readouterr().err
+    trained = tokenizer.assistant_id
+    not_trained = tokenizer.role_ids["untrained"]
+    markers = [i for i in ids_in(tmp_path / "out")[0] if i in (trained, not_trained)]
+    assert markers == [not_trained, trained, not_trained, not_trained, trained]
+    named = [f"{key} in 20 conversations" for key in ("name", "reasoning_content", "tools")]
+    message = f"not read, although it changes what is said: {', '.join(named)}"
+    assert message in capsys.readouterr().err
     with pytest.raises(UserError, match="a conversation without an answer to learn"):
         chat([answers({"weight": 0})], out_dir=str(tmp_path / "none"))

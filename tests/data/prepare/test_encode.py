@@ -1,5 +1,4 @@
 import gzip
-import hashlib
 import json
 import multiprocessing
 import os
@@ -15,7 +14,7 @@ import data.prepare.encode
 from common.settings import UserError
 from data.prepare.encode import Encoded, Skipped, encode_all
 from data.prepare.sources import JsonlSource, Source
-from data.tokenizer import BytesConfig, build_tokenizer, save_tokenizer
+from data.tokenizers.build import BytesConfig, build_tokenizer, save_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -36,39 +35,38 @@ GOOD_TEXTS = ["nul \0", "a\u2028b\u0085c", "<|endoftext|>", "crlf\r\n and cr\r",
 
 
 @pytest.fixture
-def tokenizer_file(tmp_path):
-    save_tokenizer(build_tokenizer(BytesConfig(name="bytes")), tmp_path / "tokenizer.json")
-    return tmp_path / "tokenizer.json"
-
-
-@pytest.fixture
-def encode(tokenizer_file, monkeypatch):
-    """All batches of a source, as bytes, a few documents each."""
+def encode(tmp_path, monkeypatch):
+    """All batches of a source, as bytes, a few documents each, with ids as lists to compare."""
     monkeypatch.setattr(data.prepare.encode, "_BATCH_CHARACTERS", 50)
+    tokenizer_file = tmp_path / "tokenizer.json"
+    save_tokenizer(build_tokenizer(BytesConfig(name="bytes")), tokenizer_file)
 
-    def run(source, workers=1, **options):
-        names = [*source.inputs()]
-        return list(encode_all(source, source.documents(names, **options), tokenizer_file, workers))
+    def run(source, workers=1, after=None):
+        raws = source.documents([*source.inputs()], after=after)
+        batches = []
+        for batch in encode_all(source, raws, tokenizer_file, workers):
+            items = []
+            for item in batch:
+                if isinstance(item, Encoded):
+                    assert item.ids.dtype == np.dtype("<u2")
+                    item = item._replace(ids=item.ids.tolist())
+                items.append(item)
+            batches.append(items)
+        return batches
 
     return run
 
 
-def jsonl(*paths):
-    return JsonlSource(name="jsonl", path=[str(path) for path in paths])
+def jsonl_in(folder):
+    return JsonlSource(name="jsonl", path=str(folder / "*.jsonl*"))
 
 
 def write_jsonl(path, texts):
-    path.write_bytes(b"".join(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n" for text in texts))
-    return path
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
 def items_of(batches):
-    """All items, with ids as lists, which can be compared."""
-    return [
-        item._replace(ids=item.ids.tolist()) if isinstance(item, Encoded) else item
-        for batch in batches
-        for item in batch
-    ]
+    return [item for batch in batches for item in batch]
 
 
 def text_of(item):
@@ -77,22 +75,21 @@ def text_of(item):
 
 
 def test_items_are_in_order_and_know_where_they_are_from(tmp_path, encode):
-    paths = [write_jsonl(tmp_path / name, [f"{name} {i}" for i in range(30)]) for name in ("b.jsonl", "a.jsonl")]
-    batches = encode(jsonl(*paths))
+    expected = []
+    for name in ("a.jsonl", "b.jsonl"):
+        texts = [f"{name} é {i}" for i in range(30)]
+        write_jsonl(tmp_path / name, texts)
+        expected += [(text, (str(tmp_path / name), i)) for i, text in enumerate(texts, start=1)]
+    batches = encode(jsonl_in(tmp_path))
     assert len(batches) > 5
     items = items_of(batches)
-    assert [text_of(item) for item in items] == [f"{path.name} {i}" for path in paths for i in range(30)]
-    assert [item.position for item in items] == [(str(path), i + 1) for path in paths for i in range(30)]
-    for item in items:
-        utf8 = text_of(item).encode()
-        assert item.utf8_bytes == len(utf8)
-        assert item.split_hash == int.from_bytes(hashlib.blake2b(utf8, digest_size=16).digest()[:8], "little") / 2**64
-    assert {item.ids.dtype for batch in batches for item in batch} == {np.dtype("<u2")}
+    assert [(text_of(item), item.position) for item in items] == expected
+    assert {item.utf8_bytes - len(text_of(item)) for item in items} == {1}, "é has two"
 
 
 @pytest.fixture
 def mixed_files(tmp_path):
-    """Good and bad lines, damaged archives and empty files: every kind of input of a jsonl source."""
+    """Good and bad lines, damaged archives and empty files: every input of a jsonl source."""
     good = [json.dumps({"text": text}, ensure_ascii=False).encode() for text in GOOD_TEXTS]
     lines = [line for pair in zip([*good, *good], BAD_LINES, strict=False) for line in pair]
     (tmp_path / "1.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\r\n\r\n".join(lines) + b"\r\n")
@@ -101,18 +98,16 @@ def mixed_files(tmp_path):
     (tmp_path / "3.jsonl.zst").write_bytes(zstandard.compress(whole)[:-10])
     (tmp_path / "4.jsonl.gz").write_bytes(gzip.compress(b'{"text": "kept"}\n') + b"garbage")
     (tmp_path / "5.jsonl.zst").write_bytes(b"garbage")
-    (tmp_path / "6.jsonl.gz").write_bytes(gzip.compress(whole)[:-10])
-    (tmp_path / "7.jsonl").symlink_to(tmp_path / "nowhere")
-    write_jsonl(tmp_path / "8.jsonl", ["last"])
-    return [
-        tmp_path / f"{i}.jsonl{suffix}" for i, suffix in enumerate(["", "", ".zst", ".gz", ".zst", ".gz", "", ""], 1)
-    ]
+    (tmp_path / "6.jsonl").symlink_to(tmp_path / "nowhere")
+    write_jsonl(tmp_path / "7.jsonl", ["last"])
+    return jsonl_in(tmp_path)
 
 
 def test_whatever_can_be_wrong_is_counted_and_all_else_is_kept(mixed_files, encode):
-    items = items_of(encode(jsonl(*mixed_files)))
+    items = items_of(encode(mixed_files))
     skipped = Counter(item.reason for item in items if isinstance(item, Skipped))
-    wrong_files = ["empty file", "not a regular file", *["truncated archive", "corrupted archive"] * 2]
+    archives = ["truncated archive", "corrupted archive", "corrupted archive"]
+    wrong_files = ["empty file", "not a regular file", *archives]
     assert skipped == Counter([*BAD_LINES.values(), *wrong_files])
     texts = [text_of(item) for item in items if isinstance(item, Encoded)]
     assert texts[: len(BAD_LINES)] == [*GOOD_TEXTS, *GOOD_TEXTS][: len(BAD_LINES)]
@@ -121,21 +116,20 @@ def test_whatever_can_be_wrong_is_counted_and_all_else_is_kept(mixed_files, enco
 
 
 def test_a_run_goes_on_after_any_position(mixed_files, encode):
-    source = jsonl(*mixed_files)
-    batches = encode(source)
+    batches = encode(mixed_files)
     whole = items_of(batches)
     assert len(batches) > 100
-    for done in [*range(10), *range(10, len(batches), 97), *range(len(batches) - 10, len(batches))]:
-        rest = items_of(encode(source, after=batches[done][-1].position))
+    for done in [*range(10), *range(10, len(batches), 97), *range(-10, 0)]:
+        done %= len(batches)
+        rest = items_of(encode(mixed_files, after=batches[done][-1].position))
         assert rest == whole[sum(map(len, batches[: done + 1])) :]
 
 
 def test_workers_give_what_one_process_gives(tmp_path, mixed_files, encode, monkeypatch):
     monkeypatch.setattr(data.prepare.encode, "LONG", 2000)  # long documents do not go to workers
-    write_jsonl(mixed_files[7], ["x" * 5000, "short", "y" * 5000, "z" * 5000])
-    alone, together = (encode(jsonl(*mixed_files), workers=workers) for workers in (1, 2))
-    assert [*map(len, alone)] == [*map(len, together)]
-    assert items_of(alone) == items_of(together)
+    write_jsonl(tmp_path / "7.jsonl", ["x" * 5000, "short", "y" * 5000, "z" * 5000])
+    alone = encode(mixed_files)
+    assert encode(mixed_files, workers=2) == alone
     assert [*map(len, alone[-4:])] == [1, 1, 1, 1]
 
 
@@ -145,18 +139,15 @@ class Deadly(Source):
     name: str = "deadly"
 
     def inputs(self):
-        return {"deadly": 0}
-
-    def path_of(self, name):
-        return Path(__file__)
+        return {__file__: 0}
 
     def read(self, path, count_bytes):
         yield from ["x" * 100] * 100
 
-    def parse(self, raw):
+    def parse(self, content):
         if multiprocessing.parent_process():
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().parse(raw)
+        return super().parse(content)
 
 
 @pytest.mark.slow

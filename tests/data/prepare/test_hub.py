@@ -8,7 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from common.settings import UserError
-from data.prepare.dataset import prepare
+from data.prepare.dataset import prepare_dataset
 from data.prepare.items import Document, Position
 from data.prepare.sources import HubSource
 
@@ -34,12 +34,12 @@ def source(folder, **settings):
 
 
 def texts(source, after=None):
-    return [source.parse(raw).content for raw in source.documents([*source.inputs()], after=after)]
+    return [source.parse(raw.content).content for raw in source.documents([*source.inputs()], after=after)]
 
 
 def test_a_folder_is_read_in_order(folder):
     files = [*source(folder, split="train").inputs()]
-    documents = [source(folder).parse(raw) for raw in source(folder).documents(files)]
+    documents = [source(folder).parse(raw.content) for raw in source(folder).documents(files)]
     assert documents == [Document(f"text {i}", "hf") for i in range(12)]
     assert source(folder).val_inputs([]) == [str(folder / "val-0.parquet")]
     assert texts(source(folder, split="validation")) == ["text 12", "text 13", "text 14"]
@@ -89,7 +89,7 @@ def test_a_column_that_is_not_there_is_named(config, folder):
     with pytest.raises(
         UserError, match=r"data\.text_field=text is missing in 15 of the first 15 documents .*:1 with 'body', 'id'\)"
     ):
-        prepare(config(data={"name": "hf", "path": str(folder)}))
+        prepare_dataset(config(data={"name": "hf", "path": str(folder)}))
 
 
 ROWS = pyarrow.table({"text": [f"text {i}" for i in range(20)], "id": list(range(20))})
@@ -130,9 +130,9 @@ def test_each_part_is_read_alone(config, tmp_path, part):
             parquet.write_table(ROWS, folder / f"{name}.parquet")
     write(folder / part)
     data = {"name": "hf", "path": str(folder)}
-    manifest = prepare(config(data=data))
+    manifest = prepare_dataset(config(data=data))
     assert manifest.skipped == ({reason: 1} if reason else {})
     assert sum(split.total.documents for split in manifest.splits.values()) == 40 + n_texts
     if reason:
         with pytest.raises(UserError, match=rf"in/{part}:1.*: {reason}: correct it; or skip"):
-            prepare(config(data=data, on_error="stop", out_dir=str(tmp_path / "stopped")))
+            prepare_dataset(config(data=data, on_error="stop", out_dir=str(tmp_path / "stopped")))

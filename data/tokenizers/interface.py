@@ -6,14 +6,17 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import numpy as np
+from pydantic import ConfigDict, Field
 
-from common.settings import JsonDict
-from data.shards import TokenizerId
+from common.settings import JsonDict, Settings
 
 END_OF_TEXT = "<|endoftext|>"
 LARGEST_FILE = 2**26  # that of 262,144 tokens with their merges has 33 MB
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 # Texts are encoded in chunks of about this many characters: a long text takes much memory.
 _CHUNK = 2**17
@@ -21,6 +24,25 @@ _CHUNK = 2**17
 # stack on a million spaces before a letter, and merging the pairs of a word of ten million letters
 # takes 7 s.
 _LONGEST_CHUNK = _CHUNK + 2**20
+
+
+class Strict(Settings):
+    """Base of what is read from JSON files of any origin: no text is accepted as a number."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class TokenizerId(Strict):
+    """Which tokenizer made the ids."""
+
+    name: str
+    n_vocab: Annotated[int, Field(ge=2, le=2**32)]
+    sha256: Sha256
+    """As in `Tokenizer.sha256`."""
+    eot_id: Annotated[int, Field(ge=0)]
+    """The id of <|endoftext|>."""
+    markers: list[str] = Field(default=[], exclude_if=lambda markers: not markers)
+    """The last ids, in order: what begins and ends the texts of conversations."""
 
 
 class Tokenizer(ABC):
@@ -31,6 +53,8 @@ class Tokenizer(ABC):
     """The bytes of each id; for <|endoftext|> and other special tokens, their names."""
     eot_id: int
     """The id of <|endoftext|>."""
+    markers: Sequence[str] = ()
+    """The names of the last ids, in a tokenizer of conversations."""
 
     @property
     def n_vocab(self) -> int:
@@ -46,7 +70,11 @@ class Tokenizer(ABC):
     def id(self) -> TokenizerId:
         """The identity of the tokenizer, as datasets store it."""
         return TokenizerId(
-            name=self.name, n_vocab=self.n_vocab, sha256=self.sha256, eot_id=self.eot_id
+            name=self.name,
+            n_vocab=self.n_vocab,
+            sha256=self.sha256,
+            eot_id=self.eot_id,
+            markers=[*self.markers],
         )
 
     @functools.cached_property
@@ -90,7 +118,7 @@ class Tokenizer(ABC):
         return b"".join([self.tokens[i] for i in ids])
 
 
-def text_chunks(text: str, cuts: re.Pattern[str]) -> Iterator[str]:
+def cut_text(text: str, cuts: re.Pattern[str]) -> Iterator[str]:
     """Yield a text in chunks, which end where `cuts` matches, or at _LONGEST_CHUNK characters."""
     start = 0
     while len(text) - start > _CHUNK:
@@ -103,7 +131,7 @@ def text_chunks(text: str, cuts: re.Pattern[str]) -> Iterator[str]:
 
 
 @functools.cache
-def byte_characters() -> dict[int, str]:
+def map_bytes() -> dict[int, str]:
     """A printable character for every byte, as in GPT-2's encoder.py.
 
     It is the byte's own character, or one from U+0100 on.

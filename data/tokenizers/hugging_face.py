@@ -14,7 +14,13 @@ from tokenizers import Tokenizer as Backend
 from common.console import say
 from common.files import read_json
 from common.settings import JsonDict, UserError
-from data.tokenizer_base import END_OF_TEXT, LARGEST_FILE, Tokenizer, byte_characters, text_chunks
+from data.tokenizers.interface import (
+    END_OF_TEXT,
+    LARGEST_FILE,
+    Tokenizer,
+    cut_text,
+    map_bytes,
+)
 
 # The names that tokenizers give the end of a text.
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
@@ -52,6 +58,7 @@ class HFTokenizer(Tokenizer):
             UserError: the library does not read it, it has no end of text, or its ids do not spell
                 every text.
         """
+        # Leave out what cuts texts, adds to them, or makes ids random.
         raw = raw | _LEFT_OUT
         if isinstance(raw["model"], dict):
             raw["model"] = raw["model"] | {"dropout": None}
@@ -63,12 +70,14 @@ class HFTokenizer(Tokenizer):
         if eot_id is None:
             raise UserError(f"it has no {END_OF_TEXT}")
         self.eot_id = eot_id
+        # Long texts are normalized in chunks: that must not change them.
         in_characters = "".join(map(self.normalized, "a b"))
-        if self.normalized("a b") != in_characters:  # long texts are normalized in chunks
+        if self.normalized("a b") != in_characters:
             raise UserError(
                 "its normalizer changes where a text begins or ends: give one without Strip and "
                 "Prepend"
             )
+        # Try a text of all bytes and special tokens: its ids must spell it.
         probe = _PROBE + "".join(f" a  {token['content']}  b" for token in raw["added_tokens"])
         try:
             ids = self.encode(probe)
@@ -97,7 +106,7 @@ class HFTokenizer(Tokenizer):
 
     def encode_arrays(self, text: str) -> Iterator[np.ndarray]:
         """Yield the token ids of a text as consecutive arrays; <|endoftext|> is ordinary text."""
-        for chunk in text_chunks(text, _CUTS):
+        for chunk in cut_text(text, _CUTS):
             (encoding,) = self._backend.encode_batch_fast([chunk], add_special_tokens=False)
             yield np.array(encoding.ids, np.uint32)
 
@@ -145,13 +154,8 @@ def _tokens(backend: Backend) -> list[bytes]:
     """Return the bytes of each id; empty for an id without a token."""
     vocab = backend.get_vocab(with_added_tokens=True)
     added = backend.get_added_tokens_decoder()
-    n_ids = max(vocab.values(), default=-1) + 1
-    if n_ids > 2 * len(vocab):
-        raise UserError(f"it has {len(vocab):,} tokens, but ids up to {n_ids - 1:,}")
-    byte_of = {character: byte for byte, character in byte_characters().items()}
-    if len(set(vocab.values())) < len(vocab):
-        raise UserError("two of its tokens have the same id")
-    tokens = [b""] * n_ids
+    tokens = [b""] * (max(vocab.values(), default=-1) + 1)
+    byte_of = {character: byte for byte, character in map_bytes().items()}
     for text, id_ in vocab.items():
         try:
             if id_ in added:

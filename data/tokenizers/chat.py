@@ -9,21 +9,20 @@ from typing import Any
 import numpy as np
 
 from common.settings import JsonDict, UserError
-from data.shards import TokenizerId
-from data.tokenizer_base import Tokenizer
+from data.tokenizers.interface import Tokenizer
 
-_UNTRAINED = "<|untrained|>"
-MARKERS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", _UNTRAINED)
+MARKERS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|untrained|>")
 """The last is in datasets only. Models read <|assistant|> there, and do not learn the answer."""
 ROLES = ("system", "user", "assistant", "untrained")
 ANSWERS = ("assistant", "untrained")
 IGNORED = -1  # the target of padding, and of what is not an answer
 NO_ROLE = "a message whose role is not system, user or assistant"
-_TOOLS = ("tool", "function", "ipython")
 
 
 class ChatTokenizer(Tokenizer):
     """Another tokenizer with MARKERS after its last id. Text that spells a marker is plain text."""
+
+    markers = MARKERS
 
     def __init__(self, inner: Tokenizer) -> None:
         """Add the markers to `inner`.
@@ -51,11 +50,6 @@ class ChatTokenizer(Tokenizer):
     def end_ids(self) -> tuple[int, ...]:
         """The ids that end a generated text: <|endoftext|> and all markers."""
         return self.eot_id, *range(self.inner.n_vocab, self.n_vocab)
-
-    @property
-    def id(self) -> TokenizerId:
-        """The identity of the tokenizer, with the markers."""
-        return super().id.model_copy(update={"markers": [*MARKERS]})
 
     @functools.cached_property
     def sha256(self) -> str:
@@ -107,17 +101,16 @@ def parse_message(message: Any) -> tuple[str, str]:
         UserError: it is something else. Equal mistakes have equal texts.
         UnicodeEncodeError: its text has half a character, such as JSON's "\\ud800".
     """
-    role = message.get("role") if isinstance(message, dict) else None
+    fields: JsonDict = message if isinstance(message, dict) else {}
+    role = fields.get("role")
     if role == "developer":
         role = "system"
-    if role in _TOOLS:
+    calls_tool = role == "assistant" and (fields.get("tool_calls") or fields.get("function_call"))
+    if calls_tool or role in ("tool", "function", "ipython"):
         raise UserError("a message to or from a tool")
     if role not in ROLES[:3]:
         raise UserError(NO_ROLE)
-    calls_tool = message.get("tool_calls") or message.get("function_call")
-    if role == "assistant" and calls_tool:
-        raise UserError("a message to or from a tool")
-    content = message.get("content")
+    content = fields.get("content")
     items = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = []
     for item in items:
@@ -130,11 +123,10 @@ def parse_message(message: Any) -> tuple[str, str]:
     return role, text
 
 
-def as_read(ids: np.ndarray, n_vocab: int) -> np.ndarray:
-    """Return ids of a dataset of conversations as models read them: int64 (n,)."""
-    first_marker = n_vocab - len(MARKERS)
-    assistant_id = first_marker + MARKERS.index("<|assistant|>")
-    return np.where(ids == first_marker + MARKERS.index(_UNTRAINED), assistant_id, ids)
+def replace_untrained(ids: np.ndarray, n_vocab: int) -> np.ndarray:
+    """Return ids of a dataset of conversations with <|assistant|> for <|untrained|>, int64 (n,)."""
+    assistant_id = n_vocab - len(MARKERS) + MARKERS.index("<|assistant|>")
+    return np.where(ids == n_vocab - 1, assistant_id, ids)
 
 
 def answer_targets(ids: np.ndarray, n_vocab: int) -> tuple[np.ndarray, np.ndarray]:
@@ -151,5 +143,5 @@ def answer_targets(ids: np.ndarray, n_vocab: int) -> tuple[np.ndarray, np.ndarra
     places = np.where(ids >= first_marker, np.arange(ids.size), 0)
     last_marker = ids[np.maximum.accumulate(places)]
     in_answer = last_marker == first_marker + MARKERS.index("<|assistant|>")
-    tokens = as_read(ids, n_vocab)
+    tokens = replace_untrained(ids, n_vocab)
     return tokens[:-1], np.where(in_answer[:-1], tokens[1:], IGNORED)
