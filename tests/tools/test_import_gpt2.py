@@ -123,6 +123,7 @@ def test_it_can_be_tuned_on_conversations(folder, tmp_path, make_dataset, comman
         (config(vocab_size=200), "has a tokenizer with 257 ids, but the model has only 200"),
         (file("config.json", b"[]"), "does not describe a GPT2LMHeadModel like GPT-2: Input should be a valid"),
         (weights(lambda t: t.pop("transformer.wpe.weight")), "'transformer.wpe.weight' is missing"),
+        (weights(lambda t: t["transformer.h.0.ln_1.bias"].fill_(torch.nan)), "h.0.ln_1.bias has values that are"),
         (weights(lambda t: t.update({"lm_head.weight": torch.zeros(257, 16)})), "lm_head.weight differs from wte"),
         (file("model.safetensors", None), "has no model.safetensors: load model and tokenizer"),
     ],

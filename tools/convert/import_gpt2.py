@@ -118,6 +118,11 @@ def _weights(path: Path, gpt: GPT) -> dict[str, Tensor]:
     stored = load_tensors([path], expected)
     weights = {}
     for name, stored_name in stored_name_of.items():
+        if not stored[stored_name].isfinite().all():
+            raise UserError(
+                f"{path.parent}: {stored_name} has values that are not finite: such a model "
+                "computes nothing"
+            )
         weight = transpose_weight(stored_name, stored[stored_name]).contiguous()
         weights[name] = weight if weight.dtype == torch.float64 else weight.float()
     embed = stored[stored_name_of["embed.weight"]]
