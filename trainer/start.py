@@ -147,6 +147,10 @@ def open_data(
     folder = config.dataset_dir
     manifest = read_manifest(folder)
     tokenizer = load_tokenizer(folder / TOKENIZER)
+    if tokenizer.sha256 != manifest.tokenizer.sha256:
+        raise UserError(
+            f"{folder / TOKENIZER} is not the manifest's tokenizer: prepare the data again"
+        )
     if tokenizer.n_vocab > config.model.n_vocab:
         if config.init_from is not None:
             # Its error says which of the two does not fit.

@@ -8,9 +8,11 @@ import pytest
 import torch
 from alone import open_run
 from test_resume import assert_same_run
+from texts import CHAT
 
 from common.settings import UserError
 from data.loader import TrainBatches
+from data.tokenizers.build import save_tokenizer
 from model.gpt import GPT
 from runtime.checkpoint import open_checkpoint
 from trainer.loop import fit
@@ -123,3 +125,12 @@ def test_the_thread_ends_with_the_run_and_reads_nothing_that_no_step_asks_for(ti
     with pytest.raises(KeyboardInterrupt):
         fit(tiny({"eval.every": 1}))
     assert threads() == []
+
+
+def test_a_tokenizer_that_did_not_make_the_dataset_is_refused(tiny, make_dataset):
+    """Its ids would mean other texts."""
+    dataset_dir = make_dataset()
+    (dataset_dir / "tokenizer.json").unlink()
+    save_tokenizer(CHAT, dataset_dir / "tokenizer.json")
+    with pytest.raises(UserError, match=r"tokenizer\.json is not the manifest's tokenizer"):
+        open_run(tiny({"dataset_dir": str(dataset_dir)}))
