@@ -40,7 +40,7 @@ class Positions(NamedTuple):
     rotation: Rotation | None = None
     document_starts: Tensor | None = None
     """(B, T), bool: True at the first token of each document, which does not see earlier ones.
-    Attention with a state needs `resets` or `by_distance`. None: all tokens are one document."""
+    Attention with a state needs `restarts`. None: all tokens are one document."""
 
 
 NO_POSITIONS = Positions()
