@@ -121,8 +121,7 @@ def test_nothing_is_written_through_a_link_that_waits_for_it(tmp_path):
 
 # ----- tensors
 
-FLOATS = (torch.float32, torch.float64)
-EXPECTED = {"a": (torch.Size([2, 3]), FLOATS), "b": (torch.Size([]), (torch.int64,))}
+EXPECTED = {"a": (torch.Size([2, 3]), (torch.float32, torch.float64)), "b": (torch.Size([]), (torch.int64,))}
 GOOD = {
     "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
     "b": {"dtype": "I64", "shape": [], "data_offsets": [24, 32]},
@@ -146,7 +145,8 @@ def test_the_tensors_that_are_expected_are_read(tmp_path):
     read = load_tensors([tmp_path / "x.safetensors"], EXPECTED)
     assert list(read) == ["a", "b"]
     assert all(torch.equal(read[name], tensors[name]) for name in tensors)
-    assert torch.equal(load_tensors([tensor_file(tmp_path / "y.safetensors", GOOD)], EXPECTED)["a"], torch.zeros(2, 3))
+    by_hand = load_tensors([tensor_file(tmp_path / "y.safetensors", GOOD)], EXPECTED)
+    assert torch.equal(by_hand["a"], torch.zeros(2, 3))
 
 
 @pytest.mark.parametrize(
@@ -323,26 +323,12 @@ def test_a_dataset_that_a_state_names_is_looked_for_and_no_more(checkpoint, uses
     assert "\x1b[2J" not in said.out + said.err
 
 
-STRANGE_TENSORS = {
-    "missing": lambda t, name: t.pop(name),
-    "unknown": lambda t, name: t.update({"x\x1b[2J\n": torch.zeros(3)}),
-    "has the shape": lambda t, name: t.update({name: t[name][None]}),
-    "has the type": lambda t, name: t.update({name: torch.zeros(t[name].shape, dtype=torch.int16)}),
-}
-
-
-def change_tensors(path, change):
-    tensors = {name: value.clone() for name, value in load_file(path).items()}
-    change(tensors, sorted(tensors)[0])
-    save_file(tensors, path)
-
-
-@pytest.mark.parametrize(("file", "message"), zip([*TENSORS, TENSORS[0]], STRANGE_TENSORS, strict=True))
-def test_a_checkpoint_with_strange_tensors_is_refused(checkpoint, uses, file, message):
-    change_tensors(checkpoint / file, STRANGE_TENSORS[message])
+@pytest.mark.parametrize("file", TENSORS)
+def test_a_checkpoint_with_an_unknown_tensor_is_refused(checkpoint, uses, file):
+    save_file(load_file(checkpoint / file) | {"x\x1b[2J\n": torch.zeros(3)}, checkpoint / file)
     sign(checkpoint)
     assert refused_uses(uses) == (list(uses) if file == "model.safetensors" else ["train"])
-    with refused(rf"{file} .*{message}"):
+    with refused(rf"{file} .*unknown"):
         uses["train"]()
 
 

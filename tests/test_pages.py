@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from cli import compose
-from common.config_files import CONFIGS, config_file, groups_of
+from common.config_files import CONFIGS, groups_of, keys_of
 from common.settings import decode
 from model.gpt import GPT
 from model.ops.log_attention.naive_attention import KEY, QUERY, VALUE
@@ -120,14 +119,6 @@ FIGURES = {
         lambda: f"`max_tokens` above {default('serve', 'max_tokens')}",
     ],
     "training": [
-        *(
-            lambda key=key: f"| `{key}={default('train', key)}` |"
-            for key in ("checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_every", "runtime.on_nonfinite")
-        ),
-        *(
-            lambda key=key: f"| `{key}={default('train', key)}` |"
-            for key in ("runtime.max_bad_steps", "runtime.timeout_minutes", "runtime.deterministic")
-        ),
         lambda: (
             f"| `flagship_10m` | {megabytes('flagship_10m', 'layers'):.2f} MB, and "
             f"{megabytes('flagship_10m', 'ngrams'):.2f} MB of n-grams"
@@ -152,6 +143,12 @@ FIGURES = {
 def test_a_figure_on_a_page_is_what_the_code_computes(page):
     text = " ".join(PAGES[page].split())
     assert [figure() for figure in FIGURES[page] if figure() not in text] == []
+
+
+def test_defaults_in_a_table_of_keys_are_those_of_training():
+    rows = re.findall(r"^\| `([\w.]+)=([^`]+)` \|", PAGES["training"], re.M)
+    assert len(rows) >= 7
+    assert rows == [(key, default("train", key)) for key, _ in rows]
 
 
 @pytest.mark.slow
@@ -189,26 +186,13 @@ OTHERS = {  # keys of other programs, and of Python
 
 @functools.cache
 def known_keys():
-    """The keys and groups of every command, and the last parts of their names, which pages use alone."""
+    """The keys and groups of every command, and the last parts of keys, which pages use alone."""
     keys = set()
-
-    def add(tree, prefix=""):
-        for key, value in tree.items():
-            keys.add(f"{prefix}{key}")
-            if isinstance(value, dict):
-                add(value, f"{prefix}{key}.")
-
     for path in CONFIGS.glob("*.yaml"):
-        if path.stem not in ("attention_parts", "device", "processes"):
-            add(compose(path.stem, [], complete=False))
-        for group, names in groups_of(path.stem).items():
-            keys.add(group)
-            for name in names:
-                prefix = group.replace("/", ".") + "."
-                keys |= {f"{prefix}{key}" for key in config_file(f"{group}/{name}").comments}
-                if group != "experiment":
-                    add(yaml.safe_load((CONFIGS / f"{group}/{name}.yaml").read_text()) or {}, prefix)
-    return keys | {key.rpartition(".")[2] for key in keys}
+        keys |= groups_of(path.stem).keys()
+        for key in keys_of(path.stem):
+            keys |= {key, key.rpartition(".")[2]}
+    return keys
 
 
 @pytest.mark.parametrize("page", PAGES)
