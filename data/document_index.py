@@ -72,8 +72,9 @@ def _read_index(stream: TokenStream, number: int) -> np.ndarray:
     check_file(path, size, sha256)
     records = np.fromfile(path, RECORD, offset=HEADER.size)
     # The sum is right, so the records are as they were written. The manifest may be of another.
-    last = [int(records[field].max()) for field in ("end", "set", "input")]
-    if last[0] != shard.tokens or last[1] >= len(shard.sets) or last[2] >= len(manifest.inputs):
+    end, last_set, last_input = (int(records[key].max()) for key in ("end", "set", "input"))
+    are_known = last_set < len(shard.sets) and max(shard.sets) < len(manifest.set_names)
+    if end != shard.tokens or not are_known or last_input >= len(manifest.inputs):
         raise damage_error(path, "its records are not those of the shard's documents")
     records["end"] += split.ends[number] - shard.tokens
     records["set"] = np.array(shard.sets)[records["set"]]

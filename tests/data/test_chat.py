@@ -93,7 +93,8 @@ def test_targets_are_the_tokens_of_answers_with_their_end(inner):
     """From the definition: one message after the other."""
     chat = ChatTokenizer(inner)
     messages = [*TALK[:3], ("user", "again?"), ("untrained", "no"), *TALK[3:]]
-    ids, wanted = [chat.eot_id], []
+    ids = [chat.eot_id]
+    wanted = []
     for role, text in messages:
         marker = chat.assistant_id if role == "untrained" else chat.role_ids[role]
         said = [*chat.encode(text), *([chat.end_id] if role in ("assistant", "untrained") else [])]

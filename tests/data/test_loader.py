@@ -86,7 +86,9 @@ def invert(values, n, key):
         right = places & mask
         for round_key in np.frombuffer(digest, "<u8")[::-1]:
             mixed = permutation._mix(left + round_key) & mask
-            left, right = right ^ mixed, left
+            previous = left
+            left = right ^ mixed
+            right = previous
         places = np.where(walking, (left << half_bits) | right, places)
         walking = places >= n
     return places.astype(np.int64)

@@ -117,7 +117,8 @@ def test_three_shapes_give_the_same_conversation(chat, tmp_path, shape, layout):
     record = SHAPES[shape] | {"system": "Be brief.", "text": "all of it in one text, as Alpaca has"}
     if layout == "another column":
         record = {{"messages": "talk", "conversations": "talk"}.get(key, key): value for key, value in record.items()}
-    records, file = [record] * 20, tmp_path / "chat.json"
+    records = [record] * 20
+    file = tmp_path / "chat.json"
     data = {"name": "chat", "path": str(file)}
     if layout == "hub":
         pytest.importorskip("datasets")

@@ -48,7 +48,8 @@ def test_stdlib_has_no_tests_and_no_installed_packages():
 
 @pytest.mark.parametrize("suffix", COMPRESS)
 def test_archives_of_several_frames(tmp_path, suffix):
-    path, compress = tmp_path / f"a{suffix}", COMPRESS[suffix]
+    path = tmp_path / f"a{suffix}"
+    compress = COMPRESS[suffix]
     content = b"".join(b'{"text": "%d"}\n' % i for i in range(50_000))
     middle = len(content) // 2 + 3  # inside a line
     path.write_bytes(compress(content[:middle]) + compress(content[middle:]))
