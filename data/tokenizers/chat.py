@@ -101,7 +101,7 @@ def parse_message(message: Any) -> tuple[str, str]:
         UserError: it is something else. Equal mistakes have equal texts.
         UnicodeEncodeError: its text has half a character, such as JSON's "\\ud800".
     """
-    fields: JsonDict = message if isinstance(message, dict) else {}
+    fields: Any = message if isinstance(message, dict) else {}
     role = fields.get("role")
     if role == "developer":
         role = "system"

@@ -50,8 +50,8 @@ def encode_alone(config: PrepareConfig) -> tuple[float, int]:
     tokenizer = build_tokenizer(config.tokenizer)
     n_bytes = 0
     seconds = 0.0
-    for raw in config.data.document_index([*config.data.inputs()]):
-        text: Any = config.data.parse(raw).content
+    for raw in config.data.documents([*config.data.inputs()]):
+        text: Any = config.data.parse(raw.content).content
         started = time.perf_counter()
         tokenizer.encode(text)
         seconds += time.perf_counter() - started

@@ -91,7 +91,7 @@ def test_shards_of_every_format_come_back_as_they_are(folder, prepared, write, n
     for split, ids in splits.items():
         ended = ids if ids[-1] == END else [*ids, END]
         assert found[split] == ended
-        assert manifest.splits[split].total.documents == ids.count(END)
+        assert manifest.splits[split].total.documents == ended.count(END)
     stream = TokenStream(folder.with_name("out"), manifest, "val")
     batches = open_eval_batches(stream, 8)
     windows, targets = batches.rows(0, len(batches))
