@@ -98,6 +98,7 @@ def mixed_files(tmp_path):
     (tmp_path / "3.jsonl.zst").write_bytes(zstandard.compress(whole)[:-10])
     (tmp_path / "4.jsonl.gz").write_bytes(gzip.compress(b'{"text": "kept"}\n') + b"garbage")
     (tmp_path / "5.jsonl.zst").write_bytes(b"garbage")
+    (tmp_path / "5b.jsonl.gz").write_bytes(gzip.compress(whole)[:-10])
     (tmp_path / "6.jsonl").symlink_to(tmp_path / "nowhere")
     write_jsonl(tmp_path / "7.jsonl", ["last"])
     return jsonl_in(tmp_path)
@@ -106,7 +107,7 @@ def mixed_files(tmp_path):
 def test_whatever_can_be_wrong_is_counted_and_all_else_is_kept(mixed_files, encode):
     items = items_of(encode(mixed_files))
     skipped = Counter(item.reason for item in items if isinstance(item, Skipped))
-    archives = ["truncated archive", "corrupted archive", "corrupted archive"]
+    archives = ["truncated archive", "truncated archive", "corrupted archive", "corrupted archive"]
     wrong_files = ["empty file", "not a regular file", *archives]
     assert skipped == Counter([*BAD_LINES.values(), *wrong_files])
     texts = [text_of(item) for item in items if isinstance(item, Encoded)]
