@@ -98,7 +98,7 @@ def log_line(message: str) -> None:
     if _log is None or console.quiet:
         return
     with contextlib.suppress(OSError):
-        file = os.open(_log, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK)
+        file = os.open(_log, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
         os.write(file, f"{message}\n".encode())
         os.close(file)
 
