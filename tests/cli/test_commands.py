@@ -48,7 +48,7 @@ WORK = {  # the function that does the work of a script
     "scripts/report": "tools.report.write_report",
     "scripts/serve": "inference.server.serve.serve_model",
     "scripts/train_tokenizer": "data.prepare.vocabulary.learn_vocabulary",
-    "scripts/verify_dataset": "data.prepare.verify.verify_dataset",
+    "scripts/verify_dataset": "data.prepare.verify.verify_or_exit",
 }
 NEEDS = {"scripts/serve": "uvicorn", "scripts/train_tokenizer": "tokenizers"}
 
