@@ -8,6 +8,7 @@ file. So a file controls neither what Hydra calls nor what it writes.
 import itertools
 import math
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
@@ -225,6 +226,9 @@ def _run_job(work: Work, config: JsonDict, debug: bool, title: str) -> float | N
         raise AlreadyReportedError from None
     finally:
         common.console.has_shown_header = False
+    if best is None and searches:
+        print_error("no validation loss for optuna to compare: lower eval.every, or raise stop_at")
+        raise AlreadyReportedError
     return best
 
 
@@ -260,18 +264,33 @@ def _settings_of_plugins(chosen: DictConfig, has_values: bool) -> list[str]:
         has_values: whether there is something to try.
 
     Raises:
-        UserError: there is nothing to search.
+        UserError: a launcher or a sweeper cannot work with these options.
     """
     launcher = chosen.runtime.choices["hydra/launcher"]
     sweeper = chosen.runtime.choices["hydra/sweeper"]
     more = []
     if launcher == "joblib":
+        if chosen.launcher.n_jobs == 0:
+            raise UserError(
+                "hydra.launcher.n_jobs=0 starts no worker: use 1 or more, or -1 for one per GPU or "
+                "CPU"
+            )
         let_workers_save()
         if chosen.launcher.n_jobs == -1 and visible_gpus():
             more.append(f"hydra.launcher.n_jobs={len(visible_gpus())}")
+    if launcher == "submitit_slurm" and shutil.which("srun") is None:
+        raise UserError(
+            "hydra/launcher=submitit_slurm needs srun: start the sweep on a machine with SLURM's "
+            "commands"
+        )
     if sweeper == "optuna":
         from optuna import logging as optuna_logging
 
+        for key in ("n_trials", "n_jobs"):
+            if chosen.sweeper[key] < 1:
+                raise UserError(
+                    f"hydra.sweeper.{key}={chosen.sweeper[key]} is too few: use 1 or more"
+                )
         if not has_values:
             raise UserError(
                 "hydra/sweeper=optuna has nothing to search: give a range or choices, such as "

@@ -161,6 +161,9 @@ def test_a_search_goes_on_after_failed_runs_and_names_them(command, optuna_args,
         (["seed=range(0,0)"], "seed=range(0,0) names no value: write seed=a,b for a run with each"),
         (["run_dir=", "seed=1,2"], "run_dir is empty, or this folder: give one for the sweep"),
         ([SEARCH, "optim.max_lr=1e-3"], "hydra/sweeper=optuna has nothing to search: give a range"),
+        ([SEARCH, "hydra.sweeper.n_trials=0", "seed=choice(1,2)"], "n_trials=0 is too few: use 1 or"),
+        (["hydra/launcher=joblib", "hydra.launcher.n_jobs=0"], "n_jobs=0 starts no worker: use 1"),
+        (["hydra/launcher=submitit_slurm"], "submitit_slurm needs srun"),
     ],
 )
 def test_a_sweep_that_cannot_be_is_one_line(command, tiny_args, tmp_path, options, message):
