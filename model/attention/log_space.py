@@ -99,7 +99,9 @@ class LogSpaceAttention(FeatureAttention):
     def __init__(self, settings: _Sizes, n_embd: int, n_head: int, head_dim: int) -> None:
         d_key = settings.query_dim(head_dim)
         d_val = settings.d_val or head_dim
-        super().__init__(n_embd, n_head, n_head * d_val, (d_key, d_key, d_val), n_repeat=n_head)
+        sizes = d_key, d_key, d_val
+        super().__init__(n_embd, n_head, n_head * d_val, sizes, n_repeat=n_head)
+        self.sizes = sizes
         self.d_val = d_val
         self.product = settings.product
         self.state_features = (d_key // 2) ** 2 if settings.product else d_key
@@ -115,7 +117,8 @@ class LogSpaceAttention(FeatureAttention):
     def split(self, features: Tensor) -> Sequence[Tensor]:
         """(B, T, n_qkv) -> q and k (B, n_head, T, d_key), log_v (B, n_head, T, d_val)."""
         heads = features.unflatten(2, (self.n_head, -1)).transpose(1, 2)
-        return heads.split(self.qkv.sizes, dim=-1)
+        # Not those of qkv, which a library for LoRA may replace by a layer of its own.
+        return heads.split(self.sizes, dim=-1)
 
 
 class LogSpaceSignedAttention(LogSpaceAttention):
