@@ -42,6 +42,7 @@ class StopSignals:
             self._stopping.remove(signal.SIGHUP)
 
     def __enter__(self) -> "StopSignals":
+        exits.lost_process = False  # by an earlier run of this process
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._handlers = {
