@@ -1,4 +1,4 @@
-"""Log attention by the GPU kernels of kernels.py."""
+"""Log attention by the GPU kernels of gpu_kernels.py."""
 
 from typing import Any
 
