@@ -20,8 +20,8 @@ FinishReason = Literal["length", "stop", "end_of_text"]
 class Prefix(NamedTuple):
     """The state after B texts, one per row, with all that is needed to continue them.
 
-    It is a value, like a state. `cat_states` and `select_rows` (model/state_trees.py) join batches of
-    texts of any lengths, and take rows out of one.
+    It is a value, like a state. `cat_states` and `select_rows` (model/state_trees.py) join batches
+    of texts of any lengths, and take rows out of one.
     """
 
     logits: Tensor
