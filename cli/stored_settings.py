@@ -22,10 +22,10 @@ def compose_command(
     complete: bool = True,
     job: str = "",
 ) -> JsonDict:
-    """Compose a command's configuration from these options; for train and plan, see below.
+    """Compose a command's configuration from these options.
 
-    The settings of the run in run_dir are used, unless the options give an experiment, which is
-    complete, or delete a key (~KEY).
+    For train and plan, the settings of the run in run_dir are used, unless the options give an
+    experiment, which is complete, or delete a key (~KEY).
 
     Args:
         complete: as for `compose`.

@@ -63,7 +63,7 @@ TEST = "test"
 
 
 def find_named_files(words: str, paths: Collection[str]) -> list[str]:
-    """Return the files named for a split, if there are others.
+    """Return the files named for a split; [] if all files are.
 
     Examples are val.bin, wiki.val.txt, validation-00000-of-00002.parquet and validation/a.csv.
     """

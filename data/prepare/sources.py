@@ -58,7 +58,7 @@ class Source(Settings):
     """Where documents come from: inputs, such as files, one after the other."""
 
     folder: ClassVar[Path] = Path()
-    """Where the names of inputs lead to files from."""
+    """The folder that names of inputs are relative to."""
     name: str
     """Also the set of a document that does not name its own."""
 
